@@ -1,0 +1,293 @@
+"""What users hold: the queue, its tables, the streams of their tasks, and leases.
+
+The same classes embedded and over a socket; only the link differs. All calls are safe from many threads, a
+stream or a lease included. Every blocking call takes a `timeout` in seconds and ends with WaitTimeout, whose
+message names the table, the task, what was waited for and the missing columns.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from threading import Lock
+from types import TracebackType
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from asyncflow.errors import StorageError, WireError
+from asyncflow.storage import wire
+from asyncflow.storage.batch import Batch, ColumnData
+from asyncflow.storage.link import EmbeddedLink, Link, Pending
+from asyncflow.storage.remote import RemoteLink
+from asyncflow.storage.schema import Schema
+from asyncflow.storage.status import Counts, QueueStatus, TableStatus
+from asyncflow.types import Int64s, RowId
+
+TIMEOUT = 60.0
+
+RowList: TypeAlias = Int64s | Sequence[RowId]
+R = TypeVar("R", bound=wire.Message)
+
+
+class TransferQueue:
+    """Columns in rows, on their way from stage to stage; open it with `TransferQueue.open`."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    @classmethod
+    def open(cls, url: str = "embedded://", timeout: float = TIMEOUT) -> "TransferQueue":
+        """Make a queue in this process (`embedded://`), or reach one that is served (`ipc://…`, `tcp://…`)."""
+        if url == "embedded://":
+            return cls(EmbeddedLink())
+        if url.startswith(("ipc://", "tcp://")):
+            return cls(RemoteLink(url, timeout))
+        raise StorageError(f"{url!r} is no address of a queue: embedded://, ipc:///path or tcp://127.0.0.1:port")
+
+    @property
+    def url(self) -> str:
+        """The address that this queue was opened with."""
+        return self._link.url
+
+    def serve(self, url: str) -> str:
+        """Let other processes of this host open the queue; return the address, with the port that tcp got."""
+        return self._link.serve(url)
+
+    def create_table(
+        self, name: str, schema: Schema, max_rows: int | None = None, max_bytes: int | None = None
+    ) -> "Table":
+        """Create a table and return it; one that exists must be equal in schema and limits (SchemaError)."""
+        request = wire.CreateTable(name, schema.columns, max_rows, max_bytes)
+        info = _call(self._link, request, wire.TableInfo)
+        return Table(self._link, name, Schema(info.columns))
+
+    def table(self, name: str) -> "Table":
+        """Return a table that exists."""
+        info = _call(self._link, wire.OpenTable(name), wire.TableInfo)
+        return Table(self._link, name, Schema(info.columns))
+
+    def status(self) -> QueueStatus:
+        """Return how all tables stand."""
+        status = _call(self._link, wire.AskStatus(), wire.Status)
+        return _present(status.queue)
+
+    def fail(self, report: str) -> None:
+        """End every wait in every process, and all later calls, with QueueFailed and this report."""
+        _call(self._link, wire.Fail(report), wire.Ok)
+
+    def close(self) -> None:
+        """Leave: a client gives back its leases; the holder ends the queue for everybody. Idempotent."""
+        self._link.close()
+
+    def __enter__(self) -> "TransferQueue":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Table:
+    """A named set of rows with a schema."""
+
+    def __init__(self, link: Link, name: str, schema: Schema) -> None:
+        self._link = link
+        self.name, self.schema = name, schema
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r}, {self._link.url})"
+
+    def put(self, batch: "Batch | Mapping[str, ColumnData]", repeat: int = 1, timeout: float = TIMEOUT) -> Int64s:
+        """Admit rows and return their ids, int64; waits while the table is full.
+
+        With `repeat` each row of the batch becomes a group of so many rows that share its cells, which are
+        stored once. The queue fills in identity columns that the batch does not have: source "", prompt_id
+        -1, a new group_id for each row of the batch, rollout_id 0 to repeat - 1, segment 0.
+        """
+        request = wire.Put(self.name, secrets.token_bytes(16), repeat)
+        rows = _call(self._link, request, wire.Rows, Batch.of(self.schema, batch), timeout)
+        return wire.unpack(rows.rows)
+
+    def write(
+        self, rows: RowList, batch: "Batch | Mapping[str, ColumnData]", lease: "Lease | int | None" = None
+    ) -> None:
+        """Add cells to living rows, all or none; a cell that is written already must get the same value.
+
+        Under a `lease`, all rows must be held by it and it must be in force (LeaseLost).
+        """
+        request = wire.Write(self.name, _pack(rows), lease.id if isinstance(lease, Lease) else lease)
+        _call(self._link, request, wire.Ok, Batch.of(self.schema, batch))
+
+    def read(self, rows: RowList, columns: Sequence[str]) -> Batch:
+        """Return cells in the order of `rows` without consuming them (RowGone, ColumnMissing)."""
+        _reply, batch = self._link.send(wire.Read(self.name, _pack(rows), list(columns))).result(TIMEOUT)
+        return _present(batch)
+
+    def task(
+        self,
+        name: str,
+        reads: Sequence[str],
+        sampler: str = "fifo",
+        max_attempts: int = 3,
+        lease_seconds: float = 600.0,
+        durable: bool = False,
+    ) -> None:
+        """Declare a consumer group, which sees all living rows; the same again is harmless.
+
+        `sampler` is `fifo` or `group`. A row whose lease is lost for the `max_attempts`th time is dropped
+        with the reason `max_attempts:<task>`. The rows of a `durable` task retire only after `commit`.
+        """
+        _call(
+            self._link,
+            wire.DeclareTask(self.name, name, list(reads), sampler, max_attempts, float(lease_seconds), durable),
+            wire.Ok,
+        )
+
+    def stream(
+        self,
+        task: str,
+        rows: int | None = None,
+        groups: int | None = None,
+        partial: bool = False,
+        whole: bool = False,
+        credit: int = 1,
+        consumer: str = "",
+    ) -> "Stream":
+        """Open a stream of batches of `rows` or `groups`, or of all that is ready where neither is given.
+
+        `partial` takes fewer than asked, at least one. `whole` waits until every living row that the task
+        has not done is ready. `credit` is how many batches may be asked for at once: 1 leases nothing before
+        `next` wants it; with more, so many less one are fetched ahead.
+        """
+        request = wire.OpenStream(self.name, task, rows, groups, partial, whole, consumer)
+        opened = _call(self._link, request, wire.Opened)
+        return Stream(self._link, self.name, opened.stream, credit)
+
+    def commit(self, task: str, step: int) -> None:
+        """Let the rows retire that a durable task has done with a step up to this one."""
+        _call(self._link, wire.Commit(self.name, task, step), wire.Ok)
+
+    def rewind(self, task: str, step: int) -> None:
+        """Make every row ready again that a durable task has done with a later step (RowGone if committed)."""
+        _call(self._link, wire.Rewind(self.name, task, step), wire.Ok)
+
+    def drop(self, rows: RowList, reason: str) -> None:
+        """Drop rows for a reason that the ledger keeps; rows that are gone already are left alone."""
+        _call(self._link, wire.Drop(self.name, _pack(rows), reason), wire.Ok)
+
+    def seal(self) -> None:
+        """Take no new rows: streams end when nothing more can come, and a last batch may be smaller."""
+        _call(self._link, wire.Seal(self.name), wire.Ok)
+
+    def ledger(self) -> Counts:
+        """Return what became of the rows."""
+        return _call(self._link, wire.AskLedger(self.name), wire.Ledgered).counts
+
+    def status(self) -> TableStatus:
+        """Return what the table holds and how its tasks stand."""
+        return _present(_call(self._link, wire.AskStatus(self.name), wire.Status).table)
+
+
+class Stream:
+    """Batches of one task for one consumer, under lease."""
+
+    def __init__(self, link: Link, table: str, stream: int, credit: int) -> None:
+        self._link, self._table, self._id = link, table, stream
+        self._ahead = max(credit, 1) - 1
+        self._asked: deque[Pending] = deque()
+        self._lock = Lock()
+
+    def next(self, timeout: float = TIMEOUT) -> "Lease | None":
+        """Return the next batch, or None when nothing can come any more.
+
+        The end is told when the table is sealed and the task has no row left to be ready, nor any that is
+        leased elsewhere and might come back.
+        """
+        with self._lock:
+            pending = self._asked.popleft() if self._asked else self._link.send(wire.Next(self._id))
+            while len(self._asked) < self._ahead:
+                self._asked.append(self._link.send(wire.Next(self._id)))
+        reply, batch = pending.result(timeout)
+        if isinstance(reply, wire.End):
+            return None
+        leased = _expected(reply, wire.Leased)
+        return Lease(self._link, self._table, leased, _present(batch))
+
+    def __iter__(self) -> "Iterator[Lease]":
+        while (lease := self.next()) is not None:
+            yield lease
+
+    def close(self) -> None:
+        """Give back all leases of this stream that are not done, attempts not counted; idempotent."""
+        _call(self._link, wire.CloseStream(self._id), wire.Ok)
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lease:
+    """Rows handed to one consumer until it is done with them or its time runs out."""
+
+    def __init__(self, link: Link, table: str, leased: wire.Leased, batch: Batch) -> None:
+        self._link, self._table = link, table
+        self.id = leased.lease
+        self.rows: Int64s = wire.unpack(leased.rows)
+        """Row ids, in the order of the batch."""
+        self.attempt = leased.attempt
+        """How often the rows have been leased, this time included: the largest number among them."""
+        self.batch = batch
+        """The columns that the task reads, then the identity columns."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Lease({self.id}, {len(self.rows)} rows, attempt {self.attempt})"
+
+    def done(self, step: int | None = None) -> None:
+        """Acknowledge the rows (LeaseLost if it is too late); a durable task names the step that used them."""
+        _call(self._link, wire.Done(self._table, self.id, step), wire.Ok)
+
+    def release(self, failed: bool = False) -> None:
+        """Give the rows back; the attempt counts only if they `failed`."""
+        _call(self._link, wire.Release(self._table, self.id, failed), wire.Ok)
+
+    def extend(self, seconds: float) -> None:
+        """Let the lease run until so many seconds from now."""
+        _call(self._link, wire.Extend(self._table, self.id, float(seconds)), wire.Ok)
+
+    def drop(self, rows: RowList, reason: str) -> None:
+        """Drop some rows of the lease for good; the rest stays leased."""
+        _call(self._link, wire.Drop(self._table, _pack(rows), reason, self.id), wire.Ok)
+
+
+def _call(
+    link: Link, request: wire.Request, expect: type[R], batch: Batch | None = None, timeout: float = TIMEOUT
+) -> R:
+    reply, _ = link.send(request, batch).result(timeout)
+    return _expected(reply, expect)
+
+
+def _expected(reply: wire.Message, expect: type[R]) -> R:
+    if not isinstance(reply, expect):
+        raise WireError(f"the answer is {type(reply).__name__}, not {expect.__name__}")
+    return reply
+
+
+T = TypeVar("T")
+
+
+def _present(value: T | None) -> T:
+    if value is None:
+        raise WireError("the answer lacks its content")
+    return value
+
+
+def _pack(rows: RowList) -> bytes:
+    return wire.pack(np.asarray(rows, dtype=np.int64).reshape(-1))

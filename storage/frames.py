@@ -1,0 +1,150 @@
+"""A batch as a layout and raw buffers.
+
+The buffers of all columns follow in order, values before offsets. Those below `SMALL` bytes are joined in the
+first frame, each at a multiple of 8; each larger one is a frame of its own and is never copied here. The
+sizes that the layout claims are compared with the frames before anything is made of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import xxhash
+
+from asyncflow.errors import SchemaError, WireError
+from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.column import Values
+from asyncflow.storage.schema import MAX_COLUMNS, DType, dtype
+
+SMALL = 32 << 10
+MAX_FRAME = 1 << 30
+MAX_ROWS = 1 << 26
+
+Buffer: TypeAlias = bytes | memoryview
+
+
+class ColumnLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One column: its dtype and the bytes of its values; offsets have 8 × (rows + 1)."""
+
+    name: str
+    dtype: str
+    bytes: int
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The columns of a batch, and the xxh3 of all frames."""
+
+    rows: int
+    columns: list[ColumnLayout]
+    checksum: int
+
+
+def pack(batch: Batch) -> tuple[Layout, list[Buffer]]:
+    """Return layout and frames; large frames are views of the batch."""
+    buffers: list[memoryview] = []
+    columns = []
+    for name in batch.names:
+        column = batch[name]
+        columns.append(ColumnLayout(name, column.dtype, column.values.nbytes))
+        buffers += column.buffers
+    large = [buffer for buffer in buffers if len(buffer) >= SMALL]
+    if any(len(buffer) > MAX_FRAME for buffer in large):
+        raise SchemaError(f"a column of {max(map(len, large))} bytes; at most {MAX_FRAME} cross the wire at once")
+    frames: list[Buffer] = [_joined([buffer for buffer in buffers if len(buffer) < SMALL]), *large]
+    return Layout(len(batch), columns, _checksum(frames)), frames
+
+
+def unpack(layout: Layout, frames: Sequence[Buffer]) -> Batch:
+    """Return the batch on the memory of its frames; any contradiction is a WireError."""
+    if not 0 <= layout.rows <= MAX_ROWS or len(layout.columns) > MAX_COLUMNS:
+        raise WireError(f"a batch of {layout.rows} rows and {len(layout.columns)} columns")
+    try:
+        sizes = [size for column in layout.columns for size in _sizes(column, layout.rows)]
+    except SchemaError as error:
+        raise WireError(str(error)) from error
+    buffers = _split(sizes, frames)
+    if _checksum(frames) != layout.checksum:
+        raise WireError("a batch does not match its checksum")
+    try:
+        return Batch({column.name: _column(column, layout.rows, buffers) for column in layout.columns}, layout.rows)
+    except SchemaError as error:
+        raise WireError(str(error)) from error
+
+
+def _joined(buffers: list[memoryview]) -> bytes:
+    parts: list[Buffer] = []
+    for buffer in buffers:
+        parts += (buffer, bytes(-len(buffer) % 8))
+    return b"".join(parts)
+
+
+def _checksum(frames: Sequence[Buffer]) -> int:
+    digest = xxhash.xxh3_64()
+    for frame in frames:
+        digest.update(frame)
+    return digest.intdigest()
+
+
+def _sizes(column: ColumnLayout, rows: int) -> Iterator[int]:
+    """Return the bytes of each buffer of a column."""
+    kind = dtype(column.dtype)
+    cell = kind.item.itemsize * int(np.prod(kind.shape, dtype=object))
+    if column.bytes < 0 or (not kind.ragged and column.bytes != rows * cell) or column.bytes % kind.item.itemsize:
+        raise WireError(f"column {column.name!r}: {column.bytes} bytes for {rows} rows of {kind.name}")
+    yield column.bytes
+    if kind.ragged:
+        yield 8 * (rows + 1)
+
+
+def _split(sizes: list[int], frames: Sequence[Buffer]) -> Iterator[Buffer]:
+    """Return the buffers, after the claimed sizes have been compared with the frames."""
+    small = sum(size + -size % 8 for size in sizes if size < SMALL)
+    wanted = [small, *(size for size in sizes if size >= SMALL)]
+    if wanted != [len(frame) for frame in frames]:
+        raise WireError(f"frames of {[len(frame) for frame in frames]} bytes where the layout has {wanted}")
+    return _walk(sizes, frames)
+
+
+def _walk(sizes: list[int], frames: Sequence[Buffer]) -> Iterator[Buffer]:
+    joined, large, at = memoryview(frames[0]), iter(frames[1:]), 0
+    for size in sizes:
+        if size >= SMALL:
+            yield next(large)
+        else:
+            yield joined[at : at + size]
+            at += size + -size % 8
+
+
+def _column(layout: ColumnLayout, rows: int, buffers: Iterator[Buffer]) -> Column:
+    kind = dtype(layout.dtype)
+    values = _values(next(buffers), kind)
+    if not kind.ragged:
+        return Column(kind, values.reshape(rows, *kind.shape))
+    column = Column.ragged(values, _aligned(np.frombuffer(next(buffers), np.int64)), kind.name)
+    if kind.kind == "string":
+        _check_text(column)
+    return column
+
+
+def _values(buffer: Buffer, kind: DType) -> Values:
+    if kind.item == np.bool_ and np.any(np.frombuffer(buffer, np.uint8) > 1):
+        raise WireError("a bool that is neither 0 nor 1")
+    return _aligned(np.frombuffer(buffer, kind.item))
+
+
+def _aligned(values: Values) -> Values:
+    # A frame may start anywhere in the buffer it was received in.
+    return values if values.flags.aligned else values.copy()
+
+
+def _check_text(column: Column) -> None:
+    """Refuse bytes that are not UTF-8, and strings that begin within a character."""
+    try:
+        str(column.buffers[0], "utf-8")
+    except UnicodeDecodeError as error:
+        raise WireError(f"a string column is not UTF-8: {error}") from error
+    offsets = column.offsets
+    starts = offsets[:-1][offsets[:-1] < len(column.values)] if offsets is not None else ()
+    if np.any(column.values[starts] & 0xC0 == 0x80):
+        raise WireError("a string begins within a character")

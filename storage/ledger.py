@@ -1,0 +1,383 @@
+"""What became of every row: who may have it, who has it, who is done with it.
+
+Pure: time is an argument, and nothing here waits, sends or copies cells. Rows are numbered from 0 and never
+again. Everything about a row is a flat array by row; the prefix of rows that are gone is forgotten, so cost
+follows the rows that live. At all times `admitted = done + dropped(by reason) + live`.
+
+A row retires when every declared task is done with it (a durable task: and has committed the step); a row of
+a table without tasks stays. Leases are fenced: what comes under an id that is over is refused (LeaseLost).
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow.errors import LeaseLost, RowGone, SchemaError
+from asyncflow.storage.groups import Groups
+from asyncflow.storage.rolling import Rolling
+from asyncflow.storage.sampler import BLOCKED, DONE, GONE, LEASED, READY, SAMPLERS, Sampler, Wish, sampler
+from asyncflow.types import Int64s
+
+_LIVE, _DEAD = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """How a task consumes a table."""
+
+    reads: tuple[str, ...]
+    sampler: str = "fifo"
+    max_attempts: int = 3
+    lease_seconds: float = 600.0
+    durable: bool = False
+
+    def check(self, name: str) -> None:
+        """Refuse settings that make no sense."""
+        if self.sampler not in SAMPLERS:
+            raise SchemaError(f"task {name!r}: no sampler {self.sampler!r}; there are {', '.join(SAMPLERS)}")
+        if self.max_attempts < 1 or not self.lease_seconds > 0:
+            raise SchemaError(f"task {name!r}: max_attempts and lease_seconds must be positive")
+
+
+@dataclass(slots=True)
+class Grant:
+    """Rows handed out to one holder until it acknowledges them or its time runs out."""
+
+    id: int
+    task: str
+    rows: Int64s
+    attempt: int
+    expires: float
+    holder: int
+
+
+@dataclass(slots=True)
+class Task:
+    """One consumer group: what each row is to it."""
+
+    name: str
+    spec: TaskSpec
+    need: np.uint64
+    sampler: Sampler
+    status: Rolling[np.uint8]
+    attempts: Rolling[np.int32]
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(5, np.int64))
+    done: int = 0
+    committed: int = -1
+    unsettled: dict[int, list[Int64s]] = field(default_factory=dict)
+    """Rows that a durable task has done but not committed, by step."""
+
+    def admit(self, count: int, rows: Int64s, slots: Int64s) -> None:
+        """Take in so many more rows, of which `rows` live; these are blocked."""
+        for column in (self.status, self.attempts):
+            column.grow(count)
+        self.status.put(rows, BLOCKED)
+        self.counts[BLOCKED] += len(rows)
+        self.sampler.admitted(count, slots)
+
+    def move(self, rows: Int64s, slots: Int64s, after: int) -> None:
+        """Change the status of distinct rows."""
+        if len(rows) == 0:
+            return
+        before = self.status.at(rows)
+        self.counts -= np.bincount(before, minlength=5)
+        self.counts[after] += len(rows)
+        self.status.put(rows, after)
+        self.sampler.moved(rows, slots, before, after)
+
+    def forget(self, row: int, slot: int) -> None:
+        """Trim to the rows and slots that are left."""
+        for column in (self.status, self.attempts):
+            column.forget(row)
+        self.sampler.forget(row, slot)
+
+
+class Ledger:
+    """The rows of one table."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, Task] = {}
+        self.groups = Groups()
+        self.admitted = self.done = 0
+        self.dropped: dict[str, int] = {}
+        self.sealed = False
+        self._state = Rolling(np.uint8)
+        self._written = Rolling(np.uint64)
+        self._undone = Rolling(np.int32)  # tasks that have not settled the row
+        self._grants: dict[int, Grant] = {}
+        self._expiries: list[tuple[float, int]] = []
+        self._last_lease = 0
+        self._freed: list[Int64s] = []
+
+    @property
+    def live(self) -> int:
+        """Rows that are neither retired nor dropped."""
+        return self.admitted - self.done - sum(self.dropped.values())
+
+    @property
+    def base(self) -> int:
+        """Every row below this one is gone."""
+        return self._state.base
+
+    # Rows
+
+    def admit(self, count: int, groups: Int64s, written: np.uint64) -> Int64s:
+        """Add rows that have the columns `written`; return their ids."""
+        rows = np.arange(self._state.stop, self._state.stop + count)
+        self._state.grow(count)
+        self._written.grow(count)
+        self._undone.grow(count)
+        self._written.put(rows, int(written))
+        self._undone.put(rows, len(self.tasks))
+        slots = self.groups.join(rows, groups)
+        self.admitted += count
+        for task in self.tasks.values():
+            task.admit(count, rows, slots)
+            if written & task.need == task.need:
+                task.move(rows, slots, READY)
+        return rows
+
+    def alive(self, rows: Int64s) -> npt.NDArray[np.bool_]:
+        """Return which rows are live."""
+        known = (rows >= self._state.base) & (rows < self._state.stop)
+        known[known] = self._state.at(rows[known]) == _LIVE
+        return known
+
+    def require(self, rows: Int64s) -> None:
+        """Refuse rows that are not live (RowGone)."""
+        alive = self.alive(rows)
+        if not alive.all():
+            raise RowGone(f"{listed(rows[~alive])}: retired, dropped or never admitted")
+
+    def written(self, rows: Int64s) -> npt.NDArray[np.uint64]:
+        """Return the presence bits of living rows."""
+        return self._written.at(rows)
+
+    def write(self, rows: Int64s, columns: np.uint64) -> None:
+        """Mark columns of distinct living rows as written."""
+        before = self._written.at(rows)
+        after = before | columns
+        self._written.put(rows, after)
+        for task in self.tasks.values():
+            newly = (before & task.need != task.need) & (after & task.need == task.need)
+            ready = rows[newly]
+            task.move(ready, self.groups.slots(ready), READY)
+
+    def drop(self, rows: Int64s, reason: str) -> None:
+        """Drop rows for a reason; those that are gone already stay as they are."""
+        rows = np.unique(rows)
+        rows = rows[self.alive(rows)]
+        if len(rows):
+            self.dropped[reason] = self.dropped.get(reason, 0) + len(rows)
+            self._bury(rows)
+
+    def freed(self) -> Int64s:
+        """Return the rows that went since the last call."""
+        rows, self._freed = self._freed, []
+        return np.concatenate(rows) if rows else np.empty(0, np.int64)
+
+    def _settle(self, rows: Int64s) -> None:
+        """Note that one more task is done with living rows for good, and retire those that all are done with."""
+        self._undone.put(rows, self._undone.at(rows) - 1)
+        retired = rows[self._undone.at(rows) == 0]
+        if len(retired):
+            self.done += len(retired)
+            self._bury(retired)
+
+    def _bury(self, rows: Int64s) -> None:
+        self._state.put(rows, _DEAD)
+        slots = self.groups.slots(rows)
+        for task in self.tasks.values():
+            task.move(rows, slots, GONE)
+        self.groups.leave(rows)
+        self._freed.append(rows)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Forget the prefix of rows that are gone; each row is looked at once in its life."""
+        base = self._state.first_other(_DEAD, self._state.stop)
+        if base == self._state.base:
+            return
+        self.groups.forget(base)
+        for column in (self._state, self._written, self._undone):
+            column.forget(base)
+        for task in self.tasks.values():
+            task.forget(base, self.groups.base)
+
+    # Tasks
+
+    def declare(self, name: str, spec: TaskSpec, need: np.uint64) -> None:
+        """Add a task, which sees the living rows there are; the same again is harmless, another is refused."""
+        if name in self.tasks:
+            if self.tasks[name].spec != spec:
+                raise SchemaError(f"task {name!r} is declared as {self.tasks[name].spec}, not {spec}")
+            return
+        spec.check(name)
+        base = self._state.base
+        arrays = Rolling(np.uint8, GONE, base), Rolling(np.int32, base=base)
+        task = Task(name, spec, need, sampler(spec.sampler, base, self.groups), *arrays)
+        rows = np.arange(base, self._state.stop)
+        live = rows[self._state.at(rows) == _LIVE]
+        task.admit(len(rows), live, self.groups.slots(live))
+        ready = live[self._written.at(live) & need == need]
+        task.move(ready, self.groups.slots(ready), READY)
+        self._undone.put(live, self._undone.at(live) + 1)
+        self.tasks[name] = task
+
+    def task(self, name: str) -> Task:
+        """Return a declared task; any other name is a SchemaError."""
+        if name not in self.tasks:
+            raise SchemaError(f"no task {name!r}; declared: {', '.join(self.tasks) or 'none'}")
+        return self.tasks[name]
+
+    def blocked(self, name: str) -> Int64s:
+        """Return the rows that lack columns which a task reads; looks at all rows, so for messages only."""
+        status = self.task(name).status
+        return status.base + np.flatnonzero(status.span(status.base, status.stop) == BLOCKED)
+
+    # Leases
+
+    def lease(self, name: str, wish: Wish, now: float, holder: int) -> Grant | None:
+        """Hand out the next batch of a task to a holder; None if it cannot be formed now."""
+        task = self.task(name)
+        complete = task.counts[BLOCKED] == 0
+        if wish.whole and not complete:
+            return None
+        rows = task.sampler.pick(wish, short=wish.partial or wish.whole or (self.sealed and bool(complete)))
+        return self._grant(task, rows, now, holder) if len(rows) else None
+
+    def _grant(self, task: Task, rows: Int64s, now: float, holder: int) -> Grant:
+        self._last_lease += 1
+        task.move(rows, self.groups.slots(rows), LEASED)
+        task.attempts.put(rows, task.attempts.at(rows) + 1)
+        attempt = int(task.attempts.at(rows).max())
+        grant = Grant(self._last_lease, task.name, rows, attempt, now + task.spec.lease_seconds, holder)
+        self._grants[grant.id] = grant
+        heapq.heappush(self._expiries, (grant.expires, grant.id))
+        return grant
+
+    def exhausted(self, name: str, holder: int) -> bool:
+        """Whether nothing can come for this holder any more.
+
+        The table is sealed, no row of the task is ready or blocked, and no other holder has rows that might
+        come back. Leases of the holder itself do not count: it would wait for itself.
+        """
+        task = self.task(name)
+        if not self.sealed or task.counts[BLOCKED] or task.counts[READY]:
+            return False
+        others = (grant for grant in self._grants.values() if grant.task == name and grant.holder != holder)
+        return task.counts[LEASED] == 0 or not any(len(self._held(grant)) for grant in others)
+
+    def grant(self, lease: int, now: float) -> Grant:
+        """Return a lease that is in force; any other is refused (LeaseLost)."""
+        grant = self._grants.get(lease)
+        if grant is None or grant.expires <= now:
+            raise LeaseLost(f"lease {lease} has expired, was given back, or is done")
+        return grant
+
+    def _held(self, grant: Grant) -> Int64s:
+        """Return the rows of a lease that still are under it: some may have been dropped, and no
+        row comes under another lease before this one has ended."""
+        return grant.rows[self.alive(grant.rows)]
+
+    def covers(self, lease: int, rows: Int64s, now: float) -> None:
+        """Refuse rows that are not under a lease in force (LeaseLost)."""
+        outside = rows[~np.isin(rows, self.grant(lease, now).rows)]
+        if len(outside):
+            raise LeaseLost(f"lease {lease} does not hold {listed(outside)}")
+
+    def finish(self, lease: int, now: float, step: int | None = None) -> None:
+        """Acknowledge a lease; a durable task names the step that used the rows."""
+        grant = self.grant(lease, now)
+        task, rows = self.tasks[grant.task], self._held(grant)
+        if task.spec.durable and step is None:
+            raise SchemaError(f"task {task.name!r} is durable: done needs the step that used the rows")
+        del self._grants[grant.id]
+        task.move(rows, self.groups.slots(rows), DONE)
+        task.done += len(rows)
+        if step is not None and task.spec.durable and step > task.committed:
+            task.unsettled.setdefault(step, []).append(rows)
+        else:
+            self._settle(rows)
+
+    def extend(self, lease: int, seconds: float, now: float) -> None:
+        """Let a lease in force run until `seconds` from now."""
+        grant = self.grant(lease, now)
+        if not 0 < seconds < float("inf"):
+            raise SchemaError(f"a lease is extended by some seconds, not {seconds}")
+        grant.expires = now + seconds
+        heapq.heappush(self._expiries, (grant.expires, lease))
+
+    def release(self, lease: int, now: float, counted: bool = False) -> None:
+        """Give a lease back; its attempt counts only if asked."""
+        self._give_back(self.grant(lease, now), counted)
+
+    def abandon(self, holder: int, counted: bool) -> None:
+        """Give back all leases of a holder."""
+        for grant in [grant for grant in self._grants.values() if grant.holder == holder]:
+            self._give_back(grant, counted)
+
+    def expire(self, now: float) -> bool:
+        """Take back every lease whose time is up, attempt counted; return whether there were any."""
+        some = False
+        while self._expiries and self._expiries[0][0] <= now:
+            grant = self._grants.get(heapq.heappop(self._expiries)[1])
+            # An extended lease has a later entry of its own.
+            if grant is not None and grant.expires <= now:
+                self._give_back(grant, counted=True)
+                some = True
+        return some
+
+    def next_expiry(self) -> float | None:
+        """Return when the next lease may expire."""
+        while self._expiries and self._expiries[0][1] not in self._grants:
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    def _give_back(self, grant: Grant, counted: bool) -> None:
+        task, rows = self.tasks[grant.task], self._held(grant)
+        del self._grants[grant.id]
+        if not counted:
+            task.attempts.put(rows, task.attempts.at(rows) - 1)
+        spent = task.attempts.at(rows) >= task.spec.max_attempts
+        task.move(rows[~spent], self.groups.slots(rows[~spent]), READY)
+        self.drop(rows[spent], f"max_attempts:{task.name}")
+
+    # Durable tasks
+
+    def commit(self, name: str, step: int) -> None:
+        """Let rows go that a durable task has done with a step up to this one."""
+        task = self._durable(name)
+        task.committed = max(task.committed, step)
+        for key in sorted(key for key in task.unsettled if key <= step):
+            self._settle(self._living(task.unsettled.pop(key)))
+
+    def rewind(self, name: str, step: int) -> None:
+        """Make every row ready again that a durable task has done with a later step."""
+        task = self._durable(name)
+        if step < task.committed:
+            raise RowGone(f"task {name!r} has committed step {task.committed}: it cannot go back to step {step}")
+        for key in [key for key in task.unsettled if key > step]:
+            rows = self._living(task.unsettled.pop(key))
+            task.attempts.put(rows, 0)
+            task.done -= len(rows)
+            task.move(rows, self.groups.slots(rows), READY)
+
+    def _durable(self, name: str) -> Task:
+        task = self.task(name)
+        if not task.spec.durable:
+            raise SchemaError(f"task {name!r} is not durable: it has nothing to commit or rewind")
+        return task
+
+    def _living(self, parts: Sequence[Int64s]) -> Int64s:
+        rows = np.concatenate(parts)
+        return rows[self.alive(rows)]
+
+
+def listed(rows: Int64s, most: int = 8) -> str:
+    """Name rows for a message, the first few of many."""
+    names = ", ".join(map(str, rows[:most].tolist()))
+    return f"row{'s' if len(rows) != 1 else ''} {names}" + (f" and {len(rows) - most} more" if len(rows) > most else "")

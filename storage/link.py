@@ -1,0 +1,99 @@
+"""How a client reaches the controller: in this process, or over a socket.
+
+Both speak the messages of `wire`; embedded, they are passed as they are. Every call has a deadline: when it
+passes the wait is cancelled, and the controller's own answer, which says what was awaited, ends it.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from asyncflow.errors import StorageError, WaitTimeout
+from asyncflow.storage import wire
+from asyncflow.storage.batch import Batch
+from asyncflow.storage.controller import Controller, Outcome
+from asyncflow.storage.server import Server
+
+# How long the answer to a cancelled request may take before the peer counts as dead.
+GRACE = 10.0
+
+
+class Pending:
+    """The answer to a request, once it is there."""
+
+    __slots__ = ("_arrived", "_outcome", "cancel", "peer")
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self._arrived = threading.Event()
+        self._outcome: Outcome | None = None
+        self.cancel: Callable[[], None] = lambda: None
+
+    def complete(self, outcome: Outcome) -> None:
+        """Set the answer; the first one counts."""
+        if self._outcome is None:
+            self._outcome = outcome
+            self._arrived.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the answer; return whether it is there."""
+        return self._arrived.wait(timeout)
+
+    def result(self, timeout: float) -> tuple[wire.Reply, Batch | None]:
+        """Wait for the answer and return it, or raise the error that it is."""
+        if not self._arrived.wait(timeout):
+            self.cancel()
+            if not self._arrived.wait(GRACE):
+                raise WaitTimeout(f"{self.peer} did not answer within {timeout:g} s")
+        outcome = self._outcome
+        if isinstance(outcome, StorageError):
+            # A fresh one for each who waits, so that threads do not share a traceback.
+            raise type(outcome)(*outcome.args)
+        assert outcome is not None
+        return outcome
+
+
+class Link(Protocol):
+    """A way to the controller, shared by many threads."""
+
+    url: str
+
+    def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
+        """Send a request; the caller may go on using the memory of the batch."""
+
+    def serve(self, url: str) -> str:
+        """Let others reach this controller, and return the address."""
+
+    def close(self) -> None:
+        """Leave; idempotent."""
+
+
+class EmbeddedLink:
+    """The controller in this process, which ends with this link."""
+
+    def __init__(self) -> None:
+        self.url = "embedded://"
+        self._controller = Controller()
+        self._session = self._controller.join()
+        self._servers: list[Server] = []
+
+    def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
+        """Hand the request over; cells are copied, since what is written never changes."""
+        pending = Pending("the queue in this process")
+        owned = None if batch is None else batch.copy()
+        ticket = self._controller.submit(self._session, request, owned, pending.complete)
+        pending.cancel = partial(self._controller.cancel, ticket)
+        return pending
+
+    def serve(self, url: str) -> str:
+        """Let other processes of this host in at `url`."""
+        server = Server(self._controller, url)
+        self._servers.append(server)
+        return server.url
+
+    def close(self) -> None:
+        """Close the queue for all its clients."""
+        self._controller.close()
+        for server in self._servers:
+            server.close()

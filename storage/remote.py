@@ -1,0 +1,154 @@
+"""The link of a client in another process: one thread owns the socket, any number of threads use it.
+
+Requests are numbered and answers matched by number, so an answer is never taken for that of another request.
+A connection is a session: when it breaks, every pending and later call says which peer is gone.
+"""
+
+import itertools
+import os
+import threading
+from collections import deque
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from asyncflow.errors import QueueClosed, StorageError, WaitTimeout, WireError
+from asyncflow.storage import wire
+from asyncflow.storage.batch import Batch
+from asyncflow.storage.frames import MAX_FRAME
+from asyncflow.storage.link import Pending
+from asyncflow.storage.server import HEARTBEAT_MS, LINGER_MS, SILENCE_MS
+
+
+class RemoteLink:
+    """A connection to a controller that is served at `url`."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url
+        self._peer = f"the queue at {url}"
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._outbox: deque[list[wire.Buffer]] = deque()
+        self._ended: StorageError | None = None
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._connect(url)
+        self._thread = threading.Thread(target=self._loop, name="asyncflow-client", daemon=True)
+        self._thread.start()
+        self._greet(timeout)
+
+    def _connect(self, url: str) -> None:
+        for option, value in _OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.connect(url)
+        except zmq.ZMQError as error:
+            self._free()
+            raise StorageError(f"{url}: {error}") from error
+
+    def _greet(self, timeout: float) -> None:
+        pending = self.send(wire.Hello())
+        if not pending.wait(timeout):
+            self._stop(QueueClosed("the connection was closed"))
+            raise WaitTimeout(f"nobody answers at {self.url} within {timeout:g} s: is a queue served there?")
+        try:
+            pending.result(0)
+        except StorageError:
+            self._stop(QueueClosed("the connection was closed"))
+            raise
+
+    def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
+        """Queue a request for the socket's thread."""
+        pending = Pending(self._peer)
+        number = next(self._numbers)
+        frames = wire.encode_call(number, request, batch)
+        pending.cancel = lambda: self._post(wire.encode_call(next(self._numbers), wire.Cancel(number), None))
+        with self._lock:
+            if self._ended is not None:
+                pending.complete(self._ended)
+                return pending
+            self._pending[number] = pending
+        self._post(frames)
+        return pending
+
+    def _post(self, frames: list[wire.Buffer]) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._outbox.append(frames)
+                os.eventfd_write(self._wake, 1)
+
+    def serve(self, url: str) -> str:
+        """Refuse: only the process that holds a queue can serve it."""
+        raise StorageError(f"{self.url} is served by another process: only the one that holds a queue can serve it")
+
+    def close(self) -> None:
+        """Say goodbye, which gives back all leases, and leave; idempotent."""
+        if self._ended is None:
+            self.send(wire.Bye()).wait(LINGER_MS / 1000)
+        self._stop(QueueClosed(f"the client of {self.url} is closed"))
+
+    def _stop(self, error: StorageError) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._ended = error
+                os.eventfd_write(self._wake, 1)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._socket, self._events, self._wake):
+            poller.register(source, zmq.POLLIN)
+        while self._ended is None:
+            ready = dict(poller.poll())
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            while self._outbox:
+                self._socket.send_multipart(self._outbox.popleft(), copy=False)
+            # Answers first: what was sent before the end of a connection still counts.
+            while self._ended is None and self._socket.poll(0):
+                self._receive()
+            if self._events in ready and recv_monitor_message(self._events)["event"] == zmq.EVENT_DISCONNECTED:
+                self._end(QueueClosed(f"{self._peer} is gone: the connection broke"))
+        self._free()
+
+    def _receive(self) -> None:
+        parts = self._socket.recv_multipart(copy=False)
+        try:
+            answer, batch = wire.decode_answer([part.buffer for part in parts])
+        except WireError as error:
+            self._end(WireError(f"{self._peer} sent what is no answer: {error}"))
+            return
+        with self._lock:
+            pending = self._pending.pop(answer.call, None)
+        if pending is not None:
+            body = answer.body
+            pending.complete(wire.raised(body) if isinstance(body, wire.Failure) else (body, batch))
+
+    def _end(self, error: StorageError) -> None:
+        with self._lock:
+            self._ended = self._ended or error
+
+    def _free(self) -> None:
+        with self._lock:
+            self._ended = self._ended or QueueClosed(f"{self._peer} cannot be reached")
+            os.close(self._wake)
+            pending, self._pending = self._pending, {}
+        for each in pending.values():
+            each.complete(self._ended)
+        self._socket.disable_monitor()
+        self._events.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+
+_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 0,
+    zmq.RCVHWM: 0,
+    zmq.MAXMSGSIZE: MAX_FRAME,
+    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+    zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+}

@@ -1,0 +1,236 @@
+"""Lets other processes of this host use a controller: one thread that owns a ROUTER socket.
+
+It reads requests, hands them to the controller and sends answers as they are completed, from whatever thread;
+it never waits inside a request. A message that cannot be read gets an error reply and harms nobody.
+
+A connection is a session. When it breaks, because the process died (the kernel closes its socket at once) or
+because libzmq's own heartbeats stay away, the leases of that client go back with their attempts counted.
+"""
+
+import logging
+import os
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from asyncflow.errors import StorageError, WireError
+from asyncflow.storage import wire
+from asyncflow.storage.batch import Batch
+from asyncflow.storage.controller import Controller, Outcome, Ticket
+from asyncflow.storage.frames import MAX_FRAME
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+HEARTBEAT_MS = 5_000
+SILENCE_MS = 20_000
+LINGER_MS = 1_000
+
+
+@dataclass(slots=True)
+class Peer:
+    """A connected client: its session, its connection and the calls that wait."""
+
+    session: int
+    descriptor: int
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+
+
+class Server:
+    """Serves a controller at one address until it is closed."""
+
+    def __init__(self, controller: Controller, url: str) -> None:
+        self._controller = controller
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._wake = os.eventfd(0)
+        self._outbox: deque[tuple[bytes, int, Outcome]] = deque()
+        self._peers: dict[bytes, Peer] = {}
+        self._connected: set[int] = set()
+        self._stopping = False
+        self._lock = threading.Lock()
+        try:
+            self.url = _bind(self._socket, url)
+        except StorageError:
+            self._free()
+            raise
+        self._thread = threading.Thread(target=self._loop, name="asyncflow-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is still to be sent, and leave; idempotent."""
+        with self._lock:
+            if not self._stopping:
+                self._stopping = True
+                os.eventfd_write(self._wake, 1)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._socket, self._events, self._wake):
+            poller.register(source, zmq.POLLIN)
+        while not self._stopping:
+            ready = dict(poller.poll())
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            self._watch()
+            if self._socket in ready:
+                self._receive()
+            self._flush()
+        self._flush()
+        self._free()
+
+    def _free(self) -> None:
+        with self._lock:
+            self._stopping = True
+            os.close(self._wake)
+        self._socket.disable_monitor()
+        self._events.close(0)
+        self._socket.close(LINGER_MS)
+        self._context.term()
+
+    def _watch(self) -> None:
+        """Follow connections.
+
+        Events come before the messages that follow them: they are read up to now before each message, so
+        that a descriptor which the kernel used again is never taken for the connection that had it before.
+        """
+        while self._events.poll(0):
+            event = recv_monitor_message(self._events)
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connected.add(descriptor)
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._connected.discard(descriptor)
+                for name in [name for name, peer in self._peers.items() if peer.descriptor == descriptor]:
+                    self._controller.leave(self._peers.pop(name).session, lost=True)
+
+    def _receive(self) -> None:
+        name, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        self._watch()
+        try:
+            call, batch = wire.decode_call([part.buffer for part in parts])
+        except WireError as error:
+            self._reply(name.bytes, _number(parts), error)
+            return
+        try:
+            self._handle(name.bytes, int(name.get(zmq.SRCFD)), call, batch)
+        except StorageError as error:
+            self._reply(name.bytes, call.call, error)
+        except Exception as error:
+            # A border of the process: the fault travels to the client that met it, and serves nobody else ill.
+            log.exception("request %s failed", type(call.body).__name__)
+            self._reply(name.bytes, call.call, StorageError(f"{type(error).__name__}: {error}"))
+
+    def _handle(self, name: bytes, descriptor: int, call: wire.Call, batch: Batch | None) -> None:
+        if isinstance(call.body, wire.Hello):
+            self._welcome(name, descriptor, call)
+            return
+        peer = self._peers.get(name)
+        if peer is None:
+            raise WireError("the first message of a connection is hello")
+        if isinstance(call.body, wire.Cancel):
+            if call.body.call in peer.tickets:
+                self._controller.cancel(peer.tickets[call.body.call])
+            return
+        number = call.call
+        if isinstance(call.body, wire.Bye):
+            self._controller.leave(self._peers.pop(name).session, lost=False)
+            self._reply(name, number, (wire.Ok(), None))
+            return
+        ticket = self._controller.submit(
+            peer.session, call.body, batch, lambda outcome: self._reply(name, number, outcome)
+        )
+        peer.tickets = {key: each for key, each in peer.tickets.items() if each.open}
+        if ticket.open:
+            peer.tickets[number] = ticket
+
+    def _welcome(self, name: bytes, descriptor: int, call: wire.Call) -> None:
+        if isinstance(call.body, wire.Hello) and call.body.protocol != wire.PROTOCOL:
+            raise WireError(f"protocol {call.body.protocol}; this queue speaks {wire.PROTOCOL}")
+        # One that has died before its first message was read must not stay as a client for ever.
+        if descriptor in self._connected and name not in self._peers:
+            self._peers[name] = Peer(self._controller.join(), descriptor)
+        self._reply(name, call.call, (wire.Ok(), None))
+
+    def _reply(self, name: bytes, number: int, outcome: Outcome) -> None:
+        """Queue an answer; called from any thread, also under the controller's lock."""
+        self._outbox.append((name, number, outcome))
+        with self._lock:
+            if not self._stopping:
+                os.eventfd_write(self._wake, 1)
+
+    def _flush(self) -> None:
+        while self._outbox:
+            name, number, outcome = self._outbox.popleft()
+            self._socket.send_multipart([name, *_frames(number, outcome)], copy=False)
+
+
+def _frames(number: int, outcome: Outcome) -> list[wire.Buffer]:
+    if isinstance(outcome, StorageError):
+        return wire.encode_answer(number, wire.failure(outcome), None)
+    try:
+        return wire.encode_answer(number, *outcome)
+    except StorageError as error:
+        return wire.encode_answer(number, wire.failure(error), None)
+
+
+def _number(parts: "list[zmq.Frame]") -> int:
+    """Return the number of a call that could not be read, if that much of it can."""
+    try:
+        number = msgspec.msgpack.decode(parts[0].buffer, type=_Numbered).call if parts else -1
+    except (msgspec.DecodeError, RecursionError):
+        return -1
+    return number if -1 <= number < 1 << 63 else -1
+
+
+class _Numbered(msgspec.Struct):
+    call: int
+
+
+def _bind(router: "zmq.Socket[bytes]", url: str) -> str:
+    """Bind to ipc or loopback and return the address; anything else would be open to the network."""
+    scheme, _, place = url.partition("://")
+    if scheme == "tcp" and place.rpartition(":")[0] not in LOOPBACK:
+        raise StorageError(f"{url}: only ipc:// and tcp on {', '.join(LOOPBACK)} may be served")
+    if scheme not in ("ipc", "tcp"):
+        raise StorageError(f"{url}: an address to serve at is ipc:///path or tcp://127.0.0.1:port")
+    if scheme == "ipc" and _taken(place):
+        raise StorageError(f"{url}: another process serves there")
+    for option, value in _OPTIONS.items():
+        router.setsockopt(option, value)
+    try:
+        router.bind(url)
+    except zmq.ZMQError as error:
+        raise StorageError(f"{url}: {error}") from error
+    if scheme == "ipc":
+        Path(place).chmod(0o600)
+    return router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+_OPTIONS = {
+    zmq.LINGER: LINGER_MS,
+    # Nothing is dropped at a high-water mark: what is under way is bounded by the calls that clients wait for.
+    zmq.SNDHWM: 0,
+    zmq.RCVHWM: 0,
+    zmq.MAXMSGSIZE: MAX_FRAME,
+    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+    zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+}
+
+
+def _taken(path: str) -> bool:
+    """Whether somebody listens at a path: libzmq would silently take it over."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

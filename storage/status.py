@@ -1,0 +1,49 @@
+"""What a queue tells of itself; looking never consumes."""
+
+import msgspec
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """The ledger of a table: `admitted = done + sum(dropped.values()) + live`."""
+
+    admitted: int
+    done: int
+    """Rows that all tasks are done with."""
+    dropped: dict[str, int]
+    """Rows that were dropped, by reason."""
+    live: int
+
+
+class TaskCounts(msgspec.Struct, frozen=True):
+    """The rows of a table as one task sees them."""
+
+    waiting: int
+    """Ready and not leased."""
+    leased: int
+    done: int
+    """Acknowledged by this task so far, retired rows included."""
+    blocked: int
+    """Live, with columns missing that the task reads."""
+
+
+class TableStatus(msgspec.Struct, frozen=True):
+    """One table."""
+
+    rows: int
+    """Live rows."""
+    bytes: int
+    """Memory that the cells hold."""
+    columns: dict[str, str]
+    tasks: dict[str, TaskCounts]
+    sealed: bool
+
+
+class QueueStatus(msgspec.Struct, frozen=True):
+    """The whole queue."""
+
+    tables: dict[str, TableStatus]
+    streams: int
+    """Open streams of all clients."""
+    clients: int
+    """Connected processes beside the one that holds the queue."""
+    failed: str | None

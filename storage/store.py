@@ -1,0 +1,202 @@
+"""One table where it lives: its ledger, its cells and its limits.
+
+Every method either does all of its work or raises and changes nothing. Nothing here waits: whether a put
+fits now is a question (`fits`), and who waits for it is the controller's business.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncflow.errors import CapacityExceeded, CellConflict, ColumnMissing, SchemaError
+from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.frames import MAX_ROWS
+from asyncflow.storage.ledger import Ledger, listed
+from asyncflow.storage.schema import Schema
+from asyncflow.storage.status import Counts, TableStatus, TaskCounts
+from asyncflow.storage.unit import Unit
+from asyncflow.types import Int64s
+
+# A put that is sent again is recognised among this many before it.
+_REMEMBERED_PUTS = 8192
+_MAX_GROUP = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a table may hold; None is no limit."""
+
+    rows: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """A checked put: cells that all rows of a group share, and cells of the rows of a group by position."""
+
+    id: bytes
+    shared: Batch
+    own: Batch
+    repeat: int
+
+    @property
+    def rows(self) -> int:
+        """Rows to admit."""
+        return len(self.shared) * self.repeat
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the put adds."""
+        return self.shared.nbytes + 8 * len(self.shared) + self.own.nbytes
+
+
+class Store:
+    """The rows of one table."""
+
+    def __init__(self, name: str, schema: Schema, limits: Limits) -> None:
+        self.name, self.schema, self.limits = name, schema, limits
+        self.ledger = Ledger()
+        self._unit = Unit(schema.columns)
+        self._puts: dict[bytes, Int64s] = {}
+
+    def intake(self, batch: Batch, repeat: int, put_id: bytes) -> Intake:
+        """Check a put against schema and limits, and fill in its identity columns."""
+        self.schema.check(batch.dtypes)
+        if repeat < 1:
+            raise SchemaError(f"repeat is at least 1, not {repeat}")
+        assigned = {"group_id", "rollout_id", "segment"} & set(batch.names)
+        if repeat > 1 and assigned:
+            raise SchemaError(f"with repeat the queue assigns {', '.join(sorted(assigned))}")
+        if "group_id" in batch and np.any(batch["group_id"].array >= _MAX_GROUP):
+            raise SchemaError(f"group ids are below {_MAX_GROUP}")
+        if len(batch) * repeat > MAX_ROWS:
+            raise CapacityExceeded(f"{len(batch)} rows {repeat} times; one put has at most {MAX_ROWS} rows")
+        intake = _intake(batch, repeat, put_id)
+        if _over(intake.rows, self.limits.rows) or _over(intake.nbytes, self.limits.bytes):
+            raise CapacityExceeded(
+                f"table {self.name!r} holds at most {self.limits.rows} rows and {self.limits.bytes} bytes; "
+                f"one put has {intake.rows} rows and {intake.nbytes} bytes"
+            )
+        return intake
+
+    def fits(self, intake: Intake) -> bool:
+        """Whether there is room for a put now; one that was admitted before always fits."""
+        return intake.id in self._puts or not (
+            _over(self.ledger.live + intake.rows, self.limits.rows)
+            or _over(self._unit.nbytes + intake.nbytes, self.limits.bytes)
+        )
+
+    def admit(self, intake: Intake) -> Int64s:
+        """Admit the rows of a put and return their ids; the same put again only returns them."""
+        if intake.id in self._puts:
+            return self._puts[intake.id]
+        count, repeat = len(intake.shared), intake.repeat
+        shared = intake.shared
+        if "group_id" not in shared:
+            fresh = self.ledger.groups.unused
+            shared = shared.with_columns({"group_id": np.arange(fresh, fresh + count)})
+        groups: Int64s = np.repeat(shared["group_id"].array, repeat)
+        written = self.schema.mask([*shared.names, *intake.own.names])
+        rows = self.ledger.admit(len(groups), groups, written)
+        self._unit.admit(len(rows))
+        self._unit.put(rows, shared, np.repeat(np.arange(count), repeat))
+        self._unit.put(rows, intake.own, np.tile(np.arange(repeat), count))
+        self._remember(intake.id, rows)
+        return rows
+
+    def _remember(self, put_id: bytes, rows: Int64s) -> None:
+        self._puts[put_id] = rows
+        if len(self._puts) > _REMEMBERED_PUTS:
+            del self._puts[next(iter(self._puts))]
+
+    def write(self, rows: Int64s, batch: Batch) -> None:
+        """Add cells to living rows; a cell that is written already must be given the same value."""
+        self.schema.check(batch.dtypes)
+        if len(batch) != len(rows):
+            raise SchemaError(f"{len(batch)} values for {len(rows)} rows")
+        if len(np.unique(rows)) != len(rows):
+            raise SchemaError("a row is named twice in one write")
+        self.ledger.require(rows)
+        parts = [self._fresh(rows, batch, name) for name in batch.names]
+        if all(len(fresh) == len(rows) for fresh in parts):
+            self._unit.put(rows, batch)
+        else:
+            for name, fresh in zip(batch.names, parts, strict=True):
+                self._unit.put(rows[fresh], batch.select([name]).take(fresh).copy())
+        self.ledger.write(rows, self.schema.mask(batch.names))
+
+    def _fresh(self, rows: Int64s, batch: Batch, name: str) -> Int64s:
+        """Return the places where a column is not written yet, after comparing those where it is."""
+        has = self.ledger.written(rows) & self.schema.mask([name]) != 0
+        old = np.flatnonzero(has)
+        if len(old):
+            self._compare(rows[old], name, batch[name].take(old))
+        return np.flatnonzero(~has)
+
+    def _compare(self, rows: Int64s, name: str, given: Column) -> None:
+        held = self._unit.gather(rows, [name])[name]
+        if not held.equals(given):
+            pairs = enumerate(rows.tolist())
+            row = next(row for i, row in pairs if not held.slice(i, i + 1).equals(given.slice(i, i + 1)))
+            raise CellConflict(f"table {self.name!r}: row {row} has another value of {name!r}; cells never change")
+
+    def read(self, rows: Int64s, columns: "tuple[str, ...] | list[str]") -> Batch:
+        """Return cells of living rows in the order of the request; nothing is consumed."""
+        need = self.schema.mask(columns)
+        self.ledger.require(rows)
+        lacking = self.ledger.written(rows) & need != need
+        if lacking.any():
+            missing = self.missing(rows[lacking], need)
+            raise ColumnMissing(f"table {self.name!r}: {', '.join(missing)} not written for {listed(rows[lacking])}")
+        if len(rows) == 0:
+            return Batch({name: Column.of(self.schema.dtype(name).name, []) for name in columns}, 0)
+        return self._unit.gather(rows, columns)
+
+    def missing(self, rows: Int64s, need: np.uint64) -> list[str]:
+        """Return the needed columns that at least one of the living rows does not have."""
+        if len(rows) == 0:
+            return []
+        return self.schema.names(need & ~np.bitwise_and.reduce(self.ledger.written(rows)))
+
+    def sweep(self) -> None:
+        """Free the cells of rows that have gone since the last call."""
+        rows = self.ledger.freed()
+        if len(rows):
+            self._unit.free(rows)
+            self._unit.forget(self.ledger.base)
+
+    def verify(self) -> None:
+        """Compare every block with its checksum."""
+        self._unit.verify()
+
+    def counts(self) -> Counts:
+        """Return what became of the rows."""
+        ledger = self.ledger
+        return Counts(ledger.admitted, ledger.done, dict(ledger.dropped), ledger.live)
+
+    def status(self) -> TableStatus:
+        """Return what the table holds and how its tasks stand."""
+        tasks = {}
+        for name, task in self.ledger.tasks.items():
+            blocked, ready, leased = task.counts[:3].tolist()
+            tasks[name] = TaskCounts(ready, leased, task.done, blocked)
+        return TableStatus(self.ledger.live, self._unit.nbytes, self.schema.columns, tasks, self.ledger.sealed)
+
+
+def _over(amount: int, limit: int | None) -> bool:
+    return limit is not None and amount > limit
+
+
+def _intake(batch: Batch, repeat: int, put_id: bytes) -> Intake:
+    count = len(batch)
+    shared = batch
+    if "source" not in shared:
+        shared = shared.with_columns({"source": _blank(count)})
+    if "prompt_id" not in shared:
+        shared = shared.with_columns({"prompt_id": np.full(count, -1)})
+    own = {"rollout_id": np.arange(repeat), "segment": np.zeros(repeat, np.int64)}
+    return Intake(put_id, shared, Batch({name: data for name, data in own.items() if name not in batch}), repeat)
+
+
+def _blank(count: int) -> Column:
+    return Column.ragged(np.empty(0, np.uint8), np.zeros(count + 1, np.int64), "string")

@@ -1,0 +1,165 @@
+"""The cells of one table: blocks of columns, and an index from row to (block, position) for each column.
+
+A put is a block; nothing in a block ever changes, so views of it may be handed out. Rows of one group may
+share a position, so a value common to a group is held once. A block is freed with the last of its rows, and
+written anew without the dead ones when they are more than half of its bytes.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import xxhash
+
+from asyncflow.errors import StorageError
+from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.column import Pick
+from asyncflow.storage.rolling import Rolling
+from asyncflow.types import Int64s
+
+_PLACE_BITS = 26
+_PLACE = (1 << _PLACE_BITS) - 1
+
+
+class Block:
+    """Columns of one put or write, the rows that use them, and where each row's cells lie."""
+
+    __slots__ = ("batch", "checksum", "dead", "places", "rows")
+
+    def __init__(self, batch: Batch, rows: Int64s, places: Int64s) -> None:
+        self.batch, self.rows, self.places = batch, rows, places
+        self.dead = 0
+        self.checksum = checksum(batch)
+
+
+class Unit:
+    """Blocks and their index. Rows are those of the ledger, which decides what exists and who may read it."""
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._next_block = 1
+        self._number = {name: number for number, name in enumerate(columns)}
+        # By row and column: the number of the block, and the place in it in the lower bits. 0 is no block.
+        self._index = Rolling(np.int64, width=len(self._number))
+        self.nbytes = 0
+        """Bytes of all blocks."""
+
+    def admit(self, count: int) -> None:
+        """Make room in the index for new rows."""
+        self._index.grow(count)
+
+    def put(self, rows: Int64s, batch: Batch, places: Int64s | None = None) -> None:
+        """Store a batch for distinct rows, row i at place i unless told otherwise; the memory becomes the unit's."""
+        if len(rows) == 0 or not batch.names:
+            return
+        self._store(Block(batch, rows, np.arange(len(rows)) if places is None else places))
+
+    def _store(self, block: Block) -> None:
+        key, self._next_block = self._next_block, self._next_block + 1
+        self._blocks[key] = block
+        self.nbytes += block.batch.nbytes
+        cells = self._index.at(block.rows)
+        cells[:, self._numbers(block.batch.names)] = ((key << _PLACE_BITS) | block.places)[:, None]
+        self._index.put(block.rows, cells)
+
+    def _numbers(self, columns: Sequence[str]) -> list[int]:
+        return [self._number[name] for name in columns]
+
+    def gather(self, rows: Int64s, columns: Sequence[str]) -> Batch:
+        """Return cells in the order of the rows, all of them written; consecutive rows of a block are a view."""
+        cells = self._index.at(rows)[:, self._numbers(columns)].T.copy()
+        # Columns that were put together lie alike, so that the way to them is found once.
+        alike: dict[bytes, list[int]] = {}
+        for at in range(len(columns)):
+            alike.setdefault(cells[at].tobytes(), []).append(at)
+        found: dict[str, Column] = {}
+        for same in alike.values():
+            found.update(self._columns(cells[same[0]], [columns[at] for at in same]))
+        return Batch({name: found[name] for name in columns}, len(rows))
+
+    def _columns(self, cells: Int64s, names: list[str]) -> dict[str, Column]:
+        blocks, places = cells >> _PLACE_BITS, cells & _PLACE
+        if (blocks == blocks[0]).all():
+            pick, batch = Pick(places), self._blocks[int(blocks[0])].batch
+            return {name: batch[name].take(pick) for name in names}
+        order = np.argsort(blocks, kind="stable")
+        blocks, places = blocks[order], places[order]
+        starts = np.flatnonzero(np.append(True, blocks[1:] != blocks[:-1])).tolist()
+        parts = [
+            (self._blocks[int(blocks[start])].batch, Pick(places[start:stop]))
+            for start, stop in zip(starts, [*starts[1:], len(cells)], strict=True)
+        ]
+        back = None if (order[1:] > order[:-1]).all() else Pick(np.argsort(order))
+        joined = {name: Column.concat([batch[name].take(pick) for batch, pick in parts]) for name in names}
+        return joined if back is None else {name: column.take(back) for name, column in joined.items()}
+
+    def free(self, rows: Int64s) -> None:
+        """Let the cells of rows go.
+
+        A block is looked at only when half of its rows have gone since it was last, so that freeing a large
+        one piece by piece costs a constant per row.
+        """
+        keys, counts = np.unique(self._index.at(rows) >> _PLACE_BITS, return_counts=True)
+        self._index.put(rows, 0)
+        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
+            if key:
+                self._lose(key, count // len(self._blocks[key].batch.names))
+
+    def _lose(self, key: int, count: int) -> None:
+        block = self._blocks[key]
+        block.dead += count
+        if block.dead == len(block.rows):
+            self._discard(key)
+        elif block.dead * 2 > len(block.rows):
+            self._shrink(key)
+
+    def _shrink(self, key: int) -> None:
+        """Forget the dead rows of a block, and write it anew if they used more than half of its bytes."""
+        block = self._blocks[key]
+        left = block.rows >= self._index.base
+        number = self._number[block.batch.names[0]]
+        left[left] = self._index.at(block.rows[left])[:, number] >> _PLACE_BITS == key
+        block.rows, block.places, block.dead = block.rows[left], block.places[left], 0
+        if _share(block) < 0.5:
+            self._compact(key)
+
+    def _discard(self, key: int) -> None:
+        self.nbytes -= self._blocks.pop(key).batch.nbytes
+
+    def _compact(self, key: int) -> None:
+        block = self._blocks[key]
+        kept, places = np.unique(block.places, return_inverse=True)
+        # A copy also where the take was a slice: a view would hold the memory of the whole block.
+        batch = block.batch.take(kept).copy()
+        self._discard(key)
+        self._store(Block(batch, block.rows, places))
+
+    def forget(self, row: int) -> None:
+        """Let the index below a row go."""
+        self._index.forget(row)
+
+    def verify(self) -> None:
+        """Compare every block with its checksum."""
+        for key, block in self._blocks.items():
+            if checksum(block.batch) != block.checksum:
+                raise StorageError(f"block {key} of {block.batch.names} does not match its checksum")
+
+
+def checksum(batch: Batch) -> int:
+    """Return the xxh3 of all buffers."""
+    digest = xxhash.xxh3_64()
+    for name in batch.names:
+        for buffer in batch[name].buffers:
+            digest.update(buffer)
+    return digest.intdigest()
+
+
+def _share(block: Block) -> float:
+    """Return the share of a block's bytes that its rows still use."""
+    kept = np.unique(block.places)
+    used = total = 0
+    for name in block.batch.names:
+        column = block.batch[name]
+        size = column.values.itemsize
+        used += int(column.lengths[kept].sum()) * size
+        total += len(column.bits)
+    return used / total if total else len(kept) / len(block.batch)
