@@ -1,0 +1,200 @@
+"""What goes together: checks over the fields of a pipeline, each problem with the path of the field to mend.
+
+Nothing is imported or read here but names: files and modules are looked for, the user's code does not run.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from asyncflow.algorithms.options import unused
+from asyncflow.config import importing
+from asyncflow.config.document import Route
+from asyncflow.config.model import Pipeline
+from asyncflow.config.names import hint, nearest
+from asyncflow.config.sources import FILE_SCHEMES, GENERATED_SCHEMES, SCHEMES, scheme
+
+BUILT_IN_REWARDS = ("exact_match", "char_match", "reasoning_gym")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake, and where it is."""
+
+    route: Route
+    message: str
+    uses: tuple[Route, ...] = ()
+    """Other fields that the message rests on: it says nothing while one of them is wrong itself."""
+    at: Literal["key", "value"] = "value"
+
+
+def check(pipeline: Pipeline) -> list[Problem]:
+    """Return every mistake that shows only when fields are seen together."""
+    return [
+        problem
+        for part in (_model, _data, _eval, _reward, _stages, _batch, _algorithm, _schedule)
+        for problem in part(pipeline)
+    ]
+
+
+def _model(pipeline: Pipeline) -> Iterator[Problem]:
+    model = pipeline.model
+    if model.path is None and model.config is None:
+        yield Problem(("model",), "give `path` (a folder) or `config` (a new model)", at="key")
+    elif model.path is not None and model.config is not None:
+        yield Problem(("model", "config"), "`path` and `config` are both given: give one", at="key")
+    if model.path is not None:
+        yield from _folder(("model", "path"), model.path)
+    if model.config is not None:
+        if "model_type" not in model.config:
+            yield Problem(("model", "config"), "needs `model_type`, for example `model_type: llama`", at="key")
+        if model.tokenizer is None:
+            needs = "a new model needs `model.tokenizer`: `characters`, or a folder"
+            yield Problem(("model",), needs, uses=(("model", "tokenizer"),), at="key")
+    yield from _tokenizer(pipeline)
+
+
+def _tokenizer(pipeline: Pipeline) -> Iterator[Problem]:
+    model = pipeline.model
+    if model.tokenizer == "characters":
+        twice = sorted({letter for letter in model.characters if model.characters.count(letter) > 1})
+        if twice or not model.characters:
+            what = f"{', '.join(map(repr, twice))} twice" if twice else "empty"
+            yield Problem(("model", "characters"), f"each character of the alphabet once, found {what}")
+        return
+    if "characters" in model.model_fields_set:
+        why = "has no effect without `tokenizer: characters`"
+        yield Problem(("model", "characters"), why, uses=(("model", "tokenizer"),), at="key")
+    if model.tokenizer is not None:
+        near = nearest(model.tokenizer, ["characters"])
+        yield from _folder(("model", "tokenizer"), model.tokenizer, "characters" if near else None)
+
+
+def _folder(route: Route, path: str, near: str | None = None) -> Iterator[Problem]:
+    folder = Path(path)
+    if not path or folder.is_dir():
+        return
+    if near:
+        yield Problem(route, f"no folder {path!r} - did you mean {near!r}?")
+    elif folder.exists():
+        yield Problem(route, f"{path} is a file: expected a folder in Hugging Face format")
+    else:
+        yield Problem(route, f"{importing.missing(folder)} (models are folders here, nothing is downloaded)")
+
+
+def _data(pipeline: Pipeline) -> Iterator[Problem]:
+    data = pipeline.data
+    yield from _source(("data", "source"), data.source)
+    kind, _ = scheme(data.source)
+    if kind in GENERATED_SCHEMES and data.size is None:
+        yield Problem(("data", "source"), f"{kind} makes items without end: give `data.size`", uses=(("data", "size"),))
+    if data.options and kind in (*FILE_SCHEMES, "python"):
+        yield Problem(("data", "options"), f"{kind} takes no options", uses=(("data", "source"),), at="key")
+
+
+def _source(route: Route, source: str) -> Iterator[Problem]:
+    kind, rest = scheme(source)
+    if not source:
+        return
+    if kind not in SCHEMES:
+        shapes = "; use `jsonl:FILE`, `parquet:FILE`, `reasoning_gym:TASK` or `python`"
+        near = hint(kind, SCHEMES) if ":" in source else shapes
+        yield Problem(route, f"unknown kind of source {kind!r}{near}")
+    elif kind == "python":
+        if rest:
+            yield Problem(route, "`python` takes nothing behind it: the dataset is handed over in Python")
+    elif not rest:
+        yield Problem(route, f"expected `{kind}:{'FILE' if kind in FILE_SCHEMES else 'TASK'}`")
+    elif kind in FILE_SCHEMES and Path(rest).is_dir():
+        yield Problem(route, f"{rest} is a folder: expected a file")
+    elif kind in FILE_SCHEMES and not Path(rest).is_file():
+        yield Problem(route, importing.missing(Path(rest)))
+    elif kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+        install = "pip install 'asyncflow-rl[tasks]'"
+        yield Problem(route, f"needs the package reasoning-gym, which is not installed: {install}")
+
+
+def _eval(pipeline: Pipeline) -> Iterator[Problem]:
+    section, size = pipeline.eval, pipeline.data.size
+    if section.source is not None:
+        yield from _source(("eval", "source"), section.source)
+    elif size is not None and section.rows >= size:
+        left = f"{section.rows} held-out prompts of data.size {size} leave none to train on"
+        yield Problem(("eval", "rows"), left, uses=(("data", "size"), ("eval", "source")))
+    for name in ("source", "every"):
+        if getattr(section, name) and section.rows == 0:
+            why = "has no effect while eval.rows is 0"
+            yield Problem(("eval", name), why, uses=(("eval", "rows"),), at="key")
+
+
+def _reward(pipeline: Pipeline) -> Iterator[Problem]:
+    reward, kind = pipeline.reward, scheme(pipeline.data.source)[0]
+    route = ("reward", "fn")
+    if reward.fn in BUILT_IN_REWARDS:
+        if reward.options:
+            yield Problem(("reward", "options"), f"{reward.fn} takes no options", uses=(route,), at="key")
+        if reward.fn == "reasoning_gym" and kind != "reasoning_gym" and pipeline.data.source:
+            why = f"reasoning_gym scores only its own tasks: data.source is {pipeline.data.source!r}"
+            yield Problem(route, why, uses=(("data", "source"),))
+        if reward.fn == "reasoning_gym" and scheme(pipeline.eval.source or "reasoning_gym")[0] != "reasoning_gym":
+            why = f"reasoning_gym scores only its own tasks: eval.source is {pipeline.eval.source!r}"
+            yield Problem(route, why, uses=(("eval", "source"),))
+    elif reward.fn:
+        yield from _function(route, reward.fn, BUILT_IN_REWARDS)
+
+
+def _function(route: Route, path: str, built_in: tuple[str, ...] = ()) -> Iterator[Problem]:
+    if ":" not in path and built_in:
+        tail = hint(path, built_in, "built in are")
+        yield Problem(route, f"expected `module:function`, `file.py:function` or a built-in, found {path!r}{tail}")
+    elif fault := importing.fault(path):
+        yield Problem(route, fault)
+
+
+def _stages(pipeline: Pipeline) -> Iterator[Problem]:
+    for number, stage in enumerate(pipeline.stages):
+        if stage.fn:
+            yield from _function(("stages", number, "fn"), stage.fn)
+
+
+def _batch(pipeline: Pipeline) -> Iterator[Problem]:
+    train = pipeline.train
+    size, rows, prompts = train.group_size, train.rows_per_step, train.prompts_per_step
+    route, sizes = ("train", "rows_per_step"), (("train", "group_size"), ("train", "prompts_per_step"))
+    if rows is not None and rows % size:
+        fitting = " or ".join(str(fit) for fit in (rows // size * size, (rows // size + 1) * size) if fit)
+        yield Problem(route, f"{rows} is not a multiple of train.group_size {size}: use {fitting}", sizes)
+    elif rows is not None and prompts is not None and prompts * size != rows:
+        product = f"train.prompts_per_step {prompts} times train.group_size {size} = {prompts * size}"
+        yield Problem(route, f"{rows} is not {product}: give one of the two", sizes)
+    if size == 1:
+        why = f"1 leaves {train.algorithm} nothing to compare a response with, every advantage is zero: use 2 or more"
+        yield Problem(("train", "group_size"), why, (("train", "algorithm"),))
+    yield from _budget(pipeline)
+
+
+def _budget(pipeline: Pipeline) -> Iterator[Problem]:
+    budget = pipeline.train.token_budget
+    prompt, response = pipeline.data.max_prompt_tokens, pipeline.rollout.max_response_tokens
+    if budget < prompt + response:
+        longest = f"data.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} = {prompt + response}"
+        uses = (("data", "max_prompt_tokens"), ("rollout", "max_response_tokens"))
+        yield Problem(("train", "token_budget"), f"{budget} is less than the longest row, {longest}", uses)
+
+
+def _algorithm(pipeline: Pipeline) -> Iterator[Problem]:
+    train = pipeline.train
+    given = {name: getattr(train, name) for name in sorted(train.model_fields_set)}
+    for line in unused(train.algorithm, given):
+        name, _, why = line.partition(" ")
+        route = ("train", name) if name in given else ("train",)
+        yield Problem(route, why if name in given else line, (("train", "algorithm"), ("train", "aggregate")), at="key")
+
+
+def _schedule(pipeline: Pipeline) -> Iterator[Problem]:
+    train = pipeline.train
+    if train.lr_warmup > train.steps:
+        why = f"{train.lr_warmup} is more than train.steps {train.steps}: the learning rate never reaches train.lr"
+        yield Problem(("train", "lr_warmup"), why, (("train", "steps"),))

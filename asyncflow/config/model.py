@@ -1,0 +1,330 @@
+"""The typed model of pipeline.yaml: one frozen class for each section, one documented line for each field.
+
+Nothing here loads torch, an engine or the data; the model knows which values are possible, `check` (beside it)
+knows which values go together, and `load` turns files and overrides into it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema, model_validator
+
+from asyncflow.algorithms.options import ALGORITHMS
+
+
+def _whole(value: object) -> object:
+    """Take 1e3 for the whole number that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# Strict: neither the text "3" nor true is a number, and neither 1 nor the text "yes" is true.
+Flag = Annotated[bool, Strict()]
+Int = Annotated[int, BeforeValidator(_whole), Strict()]
+Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+Count = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Float, Field(gt=0)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Unit = Annotated[Float, Field(gt=0, le=1)]
+Aggregate = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Share = Annotated[Float, Field(ge=0, lt=1)]
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("expected a duration such as 5s, 500ms or 2m")
+    text = str(value).strip()
+    units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+    for unit in ("ms", "s", "m", "h"):
+        if text.endswith(unit):
+            text, scale = text.removesuffix(unit), units[unit]
+            break
+    else:
+        scale = 1.0
+    try:
+        seconds = float(text) * scale
+    except ValueError:
+        raise ValueError("expected a duration such as 5s, 500ms or 2m") from None
+    if not 0 < seconds < 1e7:
+        raise ValueError("expected a duration above zero and below 115 days")
+    return seconds
+
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": r"^\s*[0-9.]+([eE][-+]?[0-9]+)?\s*(ms|s|m|h)?\s*$"},
+            ]
+        }
+    ),
+]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Model(Section):
+    """Which model is trained: a folder in Hugging Face format, or a config from which a new one is made."""
+
+    path: str | None = None
+    """Folder in Hugging Face format with weights, config and tokenizer."""
+    config: dict[str, Any] | None = None
+    """Instead of `path`: keys of a Hugging Face config, with `model_type`; the weights are initialised anew."""
+    tokenizer: str | None = None
+    """`characters`, or a folder in Hugging Face format; by default the tokenizer of `path`."""
+    characters: str = " !\"'()*+,-./0123456789:;<=>?abcdefghijklmnopqrstuvwxyz"
+    """Alphabet of the `characters` tokenizer; each character is one token, others become the unknown token."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights and of the computation."""
+
+
+class Data(Section):
+    """Where prompts come from."""
+
+    source: str
+    """`jsonl:FILE`, `parquet:FILE`, `reasoning_gym:TASK`, or `python` for a dataset handed over in Python."""
+    options: dict[str, Any] = {}
+    """Passed on to the source, for example the difficulty of a reasoning-gym task."""
+    size: PositiveInt | None = None
+    """How many items to take; a generated source needs it."""
+    prompt: str = "{prompt}"
+    """Template of the prompt over the item's fields, for example `{question}` or `{metadata[word]}`."""
+    answer: str = "{answer}"
+    """Template of the reference answer: what a warm-up trains towards, and what many rewards compare with."""
+    max_prompt_tokens: PositiveInt = 512
+    """Longest prompt in tokens."""
+    on_long: Literal["error", "drop"] = "error"
+    """What to do with a longer prompt: refuse the data, or leave the item out and say how many."""
+    shuffle: Flag = True
+    """Draw a new order for each epoch, from the seed."""
+
+
+class Eval(Section):
+    """Held-out prompts: answered before and after training, never trained on."""
+
+    source: str | None = None
+    """A source of its own; by default `rows` prompts are held out of `data.source`."""
+    rows: Count = 0
+    """How many held-out prompts; 0 switches evaluation off."""
+    every: Count = 0
+    """Evaluate again each time so many steps were trained; 0: only before and after."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+    correct_at: Float = 1.0
+    """A response counts as correct when its reward is at least this."""
+
+
+class Warmup(Section):
+    """Supervised training on prompt and answer before reinforcement learning begins."""
+
+    steps: PositiveInt
+    """Optimizer steps."""
+    rows_per_step: PositiveInt = 64
+    """Examples in each step."""
+    lr: Positive = 1e-3
+    """Peak learning rate of the warm-up, under the schedule of `train`."""
+    answers: list[str] | None = None
+    """Templates of demonstrated answers, one drawn for each example; by default `data.answer` alone."""
+
+
+class Rollout(Section):
+    """How responses are generated."""
+
+    backend: str = "transformers"
+    """Inference engine: `transformers`, or one registered under the entry point group `asyncflow.infer`."""
+    replicas: PositiveInt = 1
+    """Running copies of the engine, each a process."""
+    temperature: Positive = 1.0
+    """Sampling temperature; log-probabilities are taken at it, here and in training."""
+    top_p: Unit = 1.0
+    """Keep the smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: Int = Field(default=-1, ge=-1)
+    """Keep this many likeliest tokens; -1 keeps all."""
+    max_response_tokens: PositiveInt = 256
+    """Budget of a whole response, in tokens."""
+    max_inflight: PositiveInt = 64
+    """Most requests that one engine works on at a time."""
+    stop: list[str] = []
+    """Strings of exactly one token that end a response, beside the end-of-sequence token."""
+    options: dict[str, Any] = {}
+    """Passed on to the engine."""
+
+
+class Reward(Section):
+    """How responses are scored."""
+
+    fn: str
+    """`module:function`, `file.py:function`, or a built-in: `exact_match`, `char_match`, `reasoning_gym`."""
+    timeout: Seconds = 5.0
+    """Wall-clock time that one response may take to score, for example `5s`."""
+    on_timeout: Literal["drop", "zero", "error"] = "drop"
+    """What becomes of a response whose scoring took too long: it leaves with that reason, scores 0, or ends the run."""
+    on_error: Literal["drop", "zero", "error"] = "error"
+    """What becomes of a response whose scoring raised an error: it ends the run, or as for a time-out."""
+    workers: PositiveInt = 1
+    """Processes that score; one that hangs is killed and replaced."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+
+class Train(Section):
+    """How the policy is trained."""
+
+    backend: str = "torch"
+    """Training engine: `torch`, or one registered under the entry point group `asyncflow.train`."""
+    algorithm: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Names the advantage and its defaults; an option that it does not use is refused."""
+    group_size: PositiveInt = 8
+    """Responses to each prompt."""
+    prompts_per_step: PositiveInt | None = None
+    """Prompts in one optimizer step; by default 32, or `rows_per_step / group_size`."""
+    rows_per_step: PositiveInt | None = None
+    """Instead of `prompts_per_step`: responses in one optimizer step, a multiple of `group_size`."""
+    steps: PositiveInt = 100
+    """Optimizer steps of reinforcement learning."""
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after `lr_warmup` steps; linear and cosine end at zero."""
+    lr_warmup: Count = 0
+    """Steps over which the learning rate rises from zero."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay, on matrices only."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this global norm."""
+    token_budget: PositiveInt = 8192
+    """Most tokens, padding included, in one micro-batch."""
+    clip_low: Annotated[Float, Field(gt=0, lt=1)] = 0.2
+    """The probability ratio is clipped below at 1 - this."""
+    clip_high: Positive = 0.2
+    """The probability ratio is clipped above at 1 + this."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL divergence from the reference model in the loss; 0 needs no reference."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    aggregate: Aggregate = "token-mean"
+    """How token losses become one number; `dr_grpo` takes `seq-mean-token-sum-norm` by default."""
+    aggregate_length: PositiveInt | None = None
+    """The constant length of `seq-mean-token-sum-norm`; by default `rollout.max_response_tokens`."""
+    reward: str = "reward"
+    """Column that the advantage is computed from: `reward`, or one that a stage of your own writes."""
+    std: Literal["unbiased", "biased"] = "unbiased"
+    """Which standard deviation normalises a group (GRPO)."""
+    options: dict[str, Any] = {}
+    """Passed on to the engine."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, given: Any) -> Any:
+        """Fill in the defaults of the algorithm where they differ from those of the fields."""
+        algorithm = ALGORITHMS.get(given.get("algorithm", "grpo")) if isinstance(given, dict) else None
+        if algorithm is None:
+            return given
+        known = {name: cls.model_fields[name].default for name in algorithm.defaults if name in cls.model_fields}
+        own = {name: algorithm.defaults[name] for name in known if algorithm.defaults[name] != known[name]}
+        return {**own, **given}
+
+
+class Weights(Section):
+    """How new weights reach the rollout engines."""
+
+    channel: Literal["file"] = "file"
+    """`file`: safetensors in the run's folder, deleted when every engine has them."""
+    timeout: Seconds = 60.0
+    """Longest wait for an engine to take new weights."""
+
+
+class Executor(Section):
+    """Where stages run."""
+
+    kind: Literal["local"] = "local"
+    """`local`: processes and threads of this machine."""
+    threads: PositiveInt | None = None
+    """Compute threads of each engine; by default all cores when colocated, else the cores shared out."""
+    start_timeout: Seconds = 120.0
+    """Longest wait for a replica to be ready."""
+    wait_timeout: Seconds = 3600.0
+    """Longest time that a stage waits for rows; then the run ends with an error that says what was missing."""
+    stop_timeout: Seconds = 30.0
+    """Longest wait for a replica to end by itself; then it is killed."""
+
+
+class Stage(Section):
+    """A stage of the user's own."""
+
+    fn: str
+    """`module:function` or `file.py:function`, decorated with `asyncflow.stage` or with `reads` and `writes` here."""
+    reads: list[str] | None = None
+    """Columns that it reads; by default those of the decorator."""
+    writes: dict[str, str] | None = None
+    """Columns that it writes, with their dtypes; by default those of the decorator."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+
+class Output(Section):
+    """What a run leaves behind."""
+
+    folder: str = "runs/run"
+    """Folder of the run; a number is appended when it already holds one."""
+    samples_every: Count = 10
+    """Write prompts, responses and rewards of each so-manieth step as Parquet; 0: never."""
+    checkpoint_every: Count = 0
+    """Write a checkpoint each so many steps; there is always one at the end."""
+    keep_checkpoints: PositiveInt = 2
+    """How many of those to keep."""
+
+
+class Pipeline(Section):
+    """A whole run."""
+
+    model: Model
+    """Which model is trained."""
+    data: Data
+    """Where prompts come from."""
+    reward: Reward
+    """How responses are scored."""
+    rollout: Rollout = Rollout()
+    """How responses are generated."""
+    train: Train = Train()
+    """How the policy is trained."""
+    warmup: Warmup | None = None
+    """Supervised training before reinforcement learning; none by default."""
+    eval: Eval = Eval()
+    """Held-out prompts."""
+    stages: list[Stage] = []
+    """Stages of the user's own; where they stand follows from the columns they read and write."""
+    mode: Literal["colocated", "separated"] = "separated"
+    """`colocated`: all stages share the devices, in turns; `separated`: each engine has its own."""
+    weights: Weights = Weights()
+    """How new weights reach the rollout engines."""
+    executor: Executor = Executor()
+    """Where stages run."""
+    seed: Int = Field(default=0, ge=0, lt=2**31)
+    """Seed of everything random."""
+    output: Output = Output()
+    """What a run leaves behind; a plain string is its folder."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts in one optimizer step."""
+        if self.train.prompts_per_step is not None:
+            return self.train.prompts_per_step
+        if self.train.rows_per_step is not None:
+            return self.train.rows_per_step // self.train.group_size
+        return 32
+
+    @property
+    def rows_per_step(self) -> int:
+        """Responses in one optimizer step."""
+        return self.prompts_per_step * self.train.group_size

@@ -1,0 +1,127 @@
+import pytest
+
+from asyncflow.config.check import BUILT_IN_REWARDS, check
+from asyncflow.config.load import load
+from asyncflow.config.model import Pipeline
+from asyncflow.errors import ConfigError
+from asyncflow.rewards.scorers import BUILT_IN
+
+NEW = "model={config: {model_type: llama}, tokenizer: characters}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train.rows_per_step=250"],
+            "train.rows_per_step: 250 is not a multiple of train.group_size 8: use 248 or 256",
+        ),
+        (["train.rows_per_step=5"], "train.rows_per_step: 5 is not a multiple of train.group_size 8: use 8"),
+        (
+            ["train.rows_per_step=16", "train.prompts_per_step=3"],
+            "train.rows_per_step: 16 is not train.prompts_per_step 3 times train.group_size 8 = 24: give",
+        ),
+        (["train.group_size=1"], "train.group_size: 1 leaves grpo nothing to compare"),
+        (
+            ["train.token_budget=700"],
+            "train.token_budget: 700 is less than the longest row, data.max_prompt_tokens 512 + ",
+        ),
+        (["train.lr_warmup=200"], "train.lr_warmup: 200 is more than train.steps 100"),
+        (["train.kl=k1"], "train.kl: has no effect while kl_coef is 0"),
+        (["train.algorithm=rloo", "train.std=biased"], "train.std: is not used by rloo, only by grpo"),
+        (
+            ["train.aggregate_length=9"],
+            "train.aggregate_length: is not used by aggregate token-mean, only by seq-mean-token-sum-norm",
+        ),
+        (["data.size=10", "eval.rows=10"], "eval.rows: 10 held-out prompts of data.size 10 leave none to train on"),
+        (["eval.every=3"], "eval.every: has no effect while eval.rows is 0"),
+        (["eval.source=python"], "eval.source: has no effect while eval.rows is 0"),
+        (
+            ["data.source=reasoning_gym:chain_sum"],
+            "data.source: reasoning_gym makes items without end: give `data.size`",
+        ),
+        (['data.source="reasoning_gym:"', "data.size=9"], "data.source: expected `reasoning_gym:TASK`"),
+        (["data.source=json:x"], "data.source: unknown kind of source 'json' - did you mean 'jsonl'?"),
+        (["data.source=x.jsonl"], "data.source: unknown kind of source 'x.jsonl'; use `jsonl:FILE`"),
+        (["data.source=jsonl:god.yaml"], "data.source: god.yaml does not exist in "),
+        (["data.source=jsonl:."], "is a folder: expected a file"),
+        (["data.source=python:x"], "data.source: `python` takes nothing behind it"),
+        (["data.options={a: 1}"], "data.options: python takes no options"),
+        (["reward.fn=reasoning_gym"], "reward.fn: reasoning_gym scores only its own tasks: data.source is 'python'"),
+        (
+            ["reward.fn=exact"],
+            "`file.py:function` or a built-in, found 'exact' - did you mean 'exact_match'?",
+        ),
+        (["reward.fn=nowhere.py:f"], "reward.fn: nowhere.py does not exist in "),
+        (["reward.fn=no_such_module:f"], "reward.fn: no module 'no_such_module', neither installed (sys.path of "),
+        (["reward.fn=json.nothing:f"], "reward.fn: no module 'json.nothing', neither"),
+        (["reward.fn=json:dump_s"], "has no 'dump_s' - did you mean 'dumps'?"),
+        (["reward.fn=json:1f"], "reward.fn: expected `module:function` or `file.py:function`"),
+        (["reward.options={a: 1}"], "reward.options: exact_match takes no options"),
+        (["stages=[{fn: nowhere}]"], "stages[0].fn: expected `module:function` or `file.py:function`"),
+        (["model.config.model_type=null"], "model.config: needs `model_type`"),
+        (["model.tokenizer=null"], "model: a new model needs `model.tokenizer`"),
+        (["model.path=."], "model.config: `path` and `config` are both given"),
+        (["model.config=null"], "model: give `path` (a folder) or `config` (a new model)"),
+        (["model.config=null", "model.path=nowhere"], "model.path: nowhere does not exist in "),
+        (["model.config=null", "model.path=good.yaml"], "good.yaml is a file: expected a folder"),
+        (["model.tokenizer=character"], "model.tokenizer: no folder 'character' - did you mean 'characters'?"),
+        (["model.characters=abca"], "model.characters: each character of the alphabet once, found 'a' twice"),
+        (
+            ["model.tokenizer=.", "model.characters=abc"],
+            "model.characters: has no effect without `tokenizer: characters`",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(check_lines, overrides, message):
+    (line,) = check_lines(*overrides)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.rows_per_step=16", "train.prompts_per_step=2"],
+        ["train.kl=k1", "train.kl_coef=0.1"],
+        ["train.algorithm=dr_grpo", "train.aggregate_length=100"],
+        ["train.aggregate=seq-mean-token-sum-norm", "train.aggregate_length=9"],
+        ["reward.fn=json:dumps"],
+        ["model.config=null", "model.path=."],
+        ["data.source=python", "data.size=11", "eval.rows=10", "eval.every=5"],
+    ],
+)
+def test_what_goes_together_passes(check_lines, overrides):
+    assert check_lines(*overrides) == []
+
+
+def test_a_file_with_a_syntax_error_is_named_with_its_line(good, check_lines):
+    with open("bad.py", "w") as file:
+        file.write("x = 1\ndef f(:\n")
+    (line,) = check_lines("reward.fn=bad.py:f")
+    assert "bad.py:2: invalid syntax" in line
+
+
+def test_defaults_of_the_algorithm_are_filled_in(good):
+    assert load(good, ["train.algorithm=dr_grpo"]).pipeline.train.aggregate == "seq-mean-token-sum-norm"
+    explicit = ["train.algorithm=dr_grpo", "train.aggregate=token-mean"]
+    assert load(good, explicit).pipeline.train.aggregate == "token-mean"
+
+
+def test_a_pipeline_made_in_python_is_checked_the_same_way():
+    pipeline = Pipeline.model_validate(
+        {"model": {}, "data": {"source": "python"}, "reward": {"fn": "char_match"}, "train": {"rows_per_step": 12}}
+    )
+    assert [problem.route for problem in check(pipeline)] == [("model",), ("train", "rows_per_step")]
+
+
+def test_the_names_of_built_in_rewards_are_those_there_are():
+    assert {*BUILT_IN, "reasoning_gym"} == set(BUILT_IN_REWARDS)
+
+
+def test_problems_keep_the_place_of_the_file(folder):
+    (folder / "f.yaml").write_text("model: {path: modle}\ndata: {source: python}\nreward: {fn: exact_match}\n")
+    (folder / "model").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"^f.yaml:1:15: model.path: modle does not exist in .* - did you mean 'model'\?"
+    ):
+        load("f.yaml")

@@ -1,0 +1,77 @@
+import json
+
+import numpy as np
+import pytest
+from asyncflow.storage.batch import Batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from asyncflow.config.model import Model
+from asyncflow.data.tokenizer import answer_tokens, tokenizer
+from asyncflow.errors import ConfigError
+
+ALPHABET = Model().characters + "\n\té"
+TOKENIZER = tokenizer(Model(tokenizer="characters", characters=ALPHABET))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.text(ALPHABET, max_size=30))
+def test_characters_come_back_exactly(text):
+    tokens = TOKENIZER(text)["input_ids"]
+    assert len(tokens) == len(text)
+    assert TOKENIZER.decode(tokens) == text
+    assert TOKENIZER.decode([*tokens, TOKENIZER.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_specials_come_first_and_are_never_read_from_text():
+    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id) == (0, 1, 2)
+    assert len(TOKENIZER) == 3 + len(ALPHABET)
+    assert TOKENIZER("<eos>")["input_ids"] == [3 + ALPHABET.index(letter) for letter in "<eos>"]
+    assert TOKENIZER("aÅ")["input_ids"][1:] == [2]
+
+
+def test_a_saved_tokenizer_loads_with_the_model_it_belongs_to(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path), tokenizer(Model(path=str(tmp_path)))):
+        text = " a  <eos>\n b. "
+        assert loaded(text)["input_ids"] == TOKENIZER(text)["input_ids"]
+        assert loaded.decode(loaded(text)["input_ids"]) == text
+        assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+
+
+def test_the_pad_token_falls_back_to_the_end_of_sequence(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert tokenizer(Model(path=str(tmp_path))).pad_token_id == 1
+    del config["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="neither a pad token nor an end-of-sequence token"):
+        tokenizer(Model(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Model(), "a new model needs one"),
+        (Model(path="/nowhere/x"), "the folder /nowhere does not exist"),
+        (Model(tokenizer="characters", characters="aa"), "each character of the alphabet once"),
+    ],
+)
+def test_an_impossible_tokenizer_is_refused(model, message):
+    with pytest.raises(ConfigError, match=message):
+        tokenizer(model)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="holds no usable tokenizer"):
+        tokenizer(Model(path=str(tmp_path)))
+
+
+def test_answers_end_with_the_end_of_sequence():
+    tokens = answer_tokens(Batch({"answer_text": ["ab", ""]}), TOKENIZER)
+    assert [row.tolist() for row in tokens] == [[*TOKENIZER("ab")["input_ids"], 1], [1]]
+    assert all(row.dtype == np.int64 for row in tokens)
