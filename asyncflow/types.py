@@ -9,7 +9,7 @@ Version: TypeAlias = int
 """Number of optimizer steps behind a set of weights."""
 
 RowId: TypeAlias = int
-"""Key of a row, unique in the life of a queue and never used again."""
+"""Key of a row, unique in the life of its table and never used again."""
 
 RowIds: TypeAlias = npt.NDArray[np.int64]
 Int32s: TypeAlias = npt.NDArray[np.int32]

@@ -29,9 +29,9 @@ def _load(kind: str, name: str) -> object:
 
 def infer_engine(name: str) -> InferFactory:
     """Return the factory of an inference engine; ConfigError names those there are."""
-    return cast(InferFactory, _load("infer", name))
+    return cast("InferFactory", _load("infer", name))
 
 
 def train_engine(name: str) -> TrainFactory:
     """Return the factory of a training engine; ConfigError names those there are."""
-    return cast(TrainFactory, _load("train", name))
+    return cast("TrainFactory", _load("train", name))

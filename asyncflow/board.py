@@ -1,0 +1,125 @@
+"""What the flow knows of its replicas, and the one place where it waits for them.
+
+Events change the board under its lock; whoever waits names a condition over the board, a bound and, for the error,
+what is missing. The first failure ends every wait with ReplicaFailed, a request to stop ends them with Stopped.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncflow.errors import AsyncflowError, ReplicaFailed, WaitTimeout
+from asyncflow.execute.messages import (
+    Applied,
+    Dropped,
+    Evaluated,
+    Event,
+    Failed,
+    Finished,
+    Published,
+    Ready,
+    Saved,
+    Stepped,
+)
+from asyncflow.types import Float64s, Version
+
+
+class Stopped(AsyncflowError):
+    """The run was asked to stop; not a failure."""
+
+
+@dataclass(slots=True)
+class Board:
+    """State of a run as its events tell it; read it under `lock` or through `wait`."""
+
+    replicas: tuple[str, ...]
+    engines: tuple[str, ...]
+    """Replicas that take weights."""
+    group_size: int
+    ready: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
+    published: Version = -1
+    applied: dict[str, Version] = field(default_factory=dict)
+    steps: Counter[str] = field(default_factory=Counter)
+    """Optimizer steps by table."""
+    rewards: list[Float64s] = field(default_factory=list)
+    """Held-out rewards since `rewards` was last cleared."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Rows dropped by table."""
+    lost_groups: int = 0
+    """Groups of the train table all of whose rows were dropped."""
+    saved: set[str] = field(default_factory=set)
+    failure: ReplicaFailed | None = None
+    stopping: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    _losses: Counter[int] = field(default_factory=Counter)
+
+    def take(self, replica: str, event: Event) -> None:
+        """Note an event and wake whoever waits for it."""
+        with self.changed:
+            self._note(replica, event)
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """End every wait with Stopped."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
+
+    def wait(
+        self, until: Callable[[], bool], timeout: float, what: Callable[[], str], *, stopping: bool = False
+    ) -> None:
+        """Wait until a condition over the board holds; with `stopping`, also while the run is being stopped.
+
+        Raises ReplicaFailed, Stopped, or WaitTimeout with what was waited for.
+        """
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            while True:
+                if self.failure is not None:
+                    raise self.failure
+                if self.stopping and not stopping:
+                    raise Stopped("the run was asked to stop")
+                if until():
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise WaitTimeout(f"waited {timeout:g} s for {what()}")
+                self.changed.wait(left)
+
+    def behind(self, version: Version) -> list[str]:
+        """Engines that do not use this version yet."""
+        return [name for name in self.engines if self.applied.get(name, -1) < version]
+
+    def _note(self, replica: str, event: Event) -> None:
+        match event:
+            case Ready():
+                self.ready.add(replica)
+            case Finished():
+                self.finished.add(replica)
+            case Failed(report):
+                self.failure = self.failure or ReplicaFailed(replica, report)
+            case Published(version):
+                self.published = max(self.published, version)
+            case Applied(version):
+                self.applied[replica] = version
+            case Stepped(table, _, _):
+                self.steps[table] += 1
+            case Evaluated(rewards):
+                self.rewards.append(rewards)
+            case Saved(folder, _):
+                self.saved.add(folder)
+            case Dropped():
+                self._drop(event)
+
+    def _drop(self, event: Dropped) -> None:
+        self.dropped[event.table] += len(event.groups)
+        if event.table != "train":
+            return
+        for group in event.groups:
+            self._losses[group] += 1
+            if self._losses[group] == self.group_size:
+                self.lost_groups += 1
+                del self._losses[group]

@@ -1,0 +1,83 @@
+"""Checkpoints: the model in Hugging Face format, and beside it what a run needs to go on.
+
+A checkpoint is a folder that appears complete or not at all: it is written under another name, synced and renamed.
+`progress.json` is written last and names the format, so that a foreign or cut-off folder is refused.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncflow.backends.base import TrainEngine
+from asyncflow.errors import CheckpointError
+
+FORMAT = 1
+
+
+def save(folder: Path, engine: TrainEngine, tokenizer: Any, progress: Mapping[str, object]) -> None:
+    """Write a checkpoint of the engine, replacing one of the same name."""
+    import torch
+
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    engine.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    torch.save(engine.state(), partial / "engine.pt")
+    record = {"format": FORMAT, "version": engine.version, **progress}
+    (partial / "progress.json").write_text(json.dumps(record, indent=1))
+    for path in partial.rglob("*"):
+        _sync(path)
+    _replace(partial, folder)
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """Return what `save` was told, with the version; CheckpointError if the folder is not a whole checkpoint."""
+    path = folder / "progress.json"
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no progress.json") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not of format {FORMAT}, which this version reads")
+    return record
+
+
+def load_engine(folder: Path, engine: TrainEngine) -> None:
+    """Bring the optimizer, the version and the random state of an engine back; it holds the weights already."""
+    import torch
+
+    try:
+        state = torch.load(folder / "engine.pt", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no engine.pt") from None
+    engine.load_state(state)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest checkpoints of a folder."""
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _replace(partial: Path, folder: Path) -> None:
+    aside = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
+    partial.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,69 @@
+"""Subcommands: `run`, `resume`, `validate`, `schema`.
+
+Exit codes: 0 done, 1 the run failed, 2 the file or the arguments are wrong, 130 interrupted (a checkpoint is left).
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="asyncflow",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Streaming dataflow engine for reinforcement-learning post-training of language models.",
+)
+
+Files = Annotated[list[str], typer.Argument(help="Pipeline files (*.yaml), later ones win, and overrides key=value.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
+
+
+@app.command()
+def run(arguments: Files, quiet: Quiet = False) -> None:
+    """Run a pipeline: asyncflow run pipeline.yaml train.lr=1e-4."""
+    from asyncflow.cli.run import run as command
+
+    raise typer.Exit(command(arguments, quiet=quiet))
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run that was interrupted.")], quiet: Quiet = False
+) -> None:
+    """Go on from the newest checkpoint of a run."""
+    from asyncflow.cli.run import resume as command
+
+    raise typer.Exit(command(folder, quiet=quiet))
+
+
+@app.command()
+def validate(arguments: Files) -> None:
+    """Report every mistake of a pipeline file, or show the graph of its stages."""
+    from asyncflow.cli.validate import validate as command
+
+    raise typer.Exit(command(arguments))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a pipeline file, for editors."""
+    import json
+
+    from asyncflow.config.schema import schema as describe
+
+    sys.stdout.write(json.dumps(describe(), indent=1) + "\n")
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Streaming dataflow engine for reinforcement-learning post-training of language models."""
+    if show:
+        from asyncflow import __version__
+
+        typer.echo(f"asyncflow {__version__}")
+        raise typer.Exit

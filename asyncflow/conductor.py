@@ -1,0 +1,352 @@
+"""The story of a run: publish, evaluate, warm up, train, evaluate, save.
+
+The conductor admits prompts as the staleness controller allows and waits on the board for what the stages report.
+It never touches a response: everything else follows from what the stages read and write.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncflow import checkpoint
+from asyncflow.board import Board, Stopped
+from asyncflow.config.model import Pipeline
+from asyncflow.data.demonstrations import Demonstrations
+from asyncflow.data.order import Order
+from asyncflow.data.prompts import Prompts
+from asyncflow.errors import DataError, QueueClosed
+from asyncflow.execute.local import LocalExecutor, assignments
+from asyncflow.execute.messages import Applied, Apply, Event, Failed, Publish, Published, Save, Stepped, Stop, Worked
+from asyncflow.execute.replica import Assignment
+from asyncflow.observe.metrics import Metrics
+from asyncflow.seeds import mix
+from asyncflow.stages.plan import Plan
+from asyncflow.staleness import StalenessController
+from asyncflow.storage import Batch, Schema, TransferQueue
+from asyncflow.storage.client import Table
+from asyncflow.storage.status import Counts
+from asyncflow.types import Int64s, Version
+from asyncflow.weights import FileChannel
+
+TRAINER = "trainer-0"
+LOST_STEPS = 4
+"""A step that loses this many times its groups is given up: its prompts do not yield a single scored response."""
+
+
+@dataclass(slots=True)
+class Materials:
+    """What a run is made of, beside its configuration."""
+
+    prompts: Prompts
+    held_out: Prompts | None
+    tokenizer: Any
+
+
+@dataclass(slots=True)
+class Conductor:
+    """Runs one flow in the calling thread."""
+
+    config: Pipeline
+    folder: Path
+    plan: Plan
+    prepare: Callable[[], Materials]
+    """Loads prompts and tokenizer; called while the replicas start."""
+    metrics: Metrics
+    resume: Path | None = None
+    phase: str = field(default="starting", init=False)
+    materials: Materials = field(init=False)
+    board: Board = field(init=False)
+    queue: TransferQueue = field(init=False)
+    executor: LocalExecutor = field(init=False)
+    train_seconds: float = field(default=0.0, init=False)
+    """Time that training took, without the evaluations and checkpoints between its steps."""
+    ledger: Counts | None = field(default=None, init=False)
+    _tables: dict[str, Table] = field(default_factory=dict, init=False)
+    _order: Order = field(init=False)
+    _orders: dict[Version, dict[str, Any]] = field(default_factory=dict, init=False)
+    _admitted: int = field(default=0, init=False)
+    _steps_before: int = field(default=0, init=False)
+    _retired: Version = field(default=0, init=False)
+    _training_since: float = field(default=0.0, init=False)
+    _stepped: Stepped | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        jobs = self._jobs()
+        self.board = Board(
+            replicas=tuple(job.name for job in jobs),
+            engines=tuple(job.name for job in jobs if job.specs[0].host == "rollout"),
+            group_size=self.config.train.group_size,
+        )
+        self.queue = TransferQueue.open("embedded://")
+        self.executor = LocalExecutor(self.queue, self.report)
+
+    def run(self) -> bool:
+        """Conduct the run to its end; False if it was stopped before. Whatever happens, nothing is left running."""
+        try:
+            self._start()
+            self.materials = self.prepare()
+            self._await_replicas()
+            self._publish()
+            if self.resume is None:
+                self._evaluate("before")
+                self._warm_up()
+            self._train()
+            self._evaluate("after")
+            self._save(self.folder / "checkpoint", final=True)
+        except Stopped:
+            self._save_early()
+            return False
+        except BaseException as error:
+            self.queue.fail(str(error))
+            raise
+        finally:
+            self._close()
+        return True
+
+    def report(self, replica: str, event: Event) -> None:
+        """Take an event of a replica; called from the executor's threads."""
+        if isinstance(event, Stepped):
+            self._note_step(event)
+        elif isinstance(event, Worked):
+            self.metrics.worked(event)
+            if event.stage == "train" and self._stepped is not None:
+                self._log_step(self._stepped)
+        self.board.take(replica, event)
+        if isinstance(event, Published):
+            for engine in self.board.engines:
+                self.executor.send(engine, Apply(event.version))
+        elif isinstance(event, Applied):
+            self._retire(event.version)
+        elif isinstance(event, Failed):
+            with suppress(QueueClosed):
+                self.queue.fail(f"replica {replica}: {event.report}")
+
+    # What happens, in order.
+
+    def _start(self) -> None:
+        for name, found in self.plan.tables.items():
+            rows = 4 * self.config.warmup.rows_per_step if name == "warmup" and self.config.warmup else None
+            table = self.queue.create_table(name, Schema(dict(found.columns)), max_rows=rows)
+            for stage in found.stages:
+                if stage.build:
+                    sampler = "group" if stage.take.groups else "fifo"
+                    table.task(stage.name, stage.reads, sampler=sampler, durable=stage.durable)
+            self._tables[name] = table
+        self.executor.start(self._jobs())
+
+    def _await_replicas(self) -> None:
+        config, board = self.config, self.board
+        self._order = Order(len(self.materials.prompts), config.seed, config.data.shuffle)
+        board.wait(
+            lambda: board.ready >= set(board.replicas),
+            float(config.executor.start_timeout),
+            lambda: f"replicas to be ready: {', '.join(sorted(set(board.replicas) - board.ready))}",
+        )
+        if self.resume is not None:
+            record = checkpoint.progress(self.resume)
+            self._steps_before = int(record["step"])
+            self._admitted = int(record["orders"][str(record["version"])]["admitted"])
+            self._order.restore(record["orders"][str(record["version"])]["order"])
+
+    def _publish(self) -> None:
+        before = self.board.published
+        self.executor.send(TRAINER, Publish())
+        self._wait(lambda: self.board.published > before, self.config.weights.timeout, "the trainer to publish weights")
+        self._wait_applied()
+
+    def _evaluate(self, moment: str, step: int | None = None) -> None:
+        held_out = self.materials.held_out
+        if held_out is None:
+            return
+        self.phase = f"evaluating {moment}"
+        started = time.monotonic()
+        board, rows = self.board, len(held_out)
+        with board.changed:
+            board.rewards.clear()
+            lost_before = board.dropped["eval"]
+        self._tables["eval"].put(self._prompt_batch(held_out.batch, self.config.eval.temperature, 0))
+        self._wait(
+            lambda: sum(map(len, board.rewards)) + board.dropped["eval"] - lost_before >= rows,
+            self.config.executor.wait_timeout,
+            f"{rows} held-out responses",
+        )
+        rewards = np.sort(np.concatenate([*board.rewards, np.empty(0)]))
+        values = {
+            "moment": moment,
+            "version": board.published,
+            "rows": len(rewards),
+            "unscored": rows - len(rewards),
+            "accuracy": float((rewards >= self.config.eval.correct_at).mean()) if len(rewards) else float("nan"),
+            "reward_mean": float(rewards.mean()) if len(rewards) else float("nan"),
+        }
+        if step is not None:
+            values["step"] = step
+        self.metrics.log("eval", values, {"seconds": time.monotonic() - started})
+
+    def _warm_up(self) -> None:
+        warmup = self.config.warmup
+        if warmup is None:
+            return
+        self.phase = "warming up"
+        data, table = self.materials, self._tables["warmup"]
+        examples = Demonstrations(
+            data.prompts.batch, warmup.answers, data.tokenizer, self.config.seed, self.config.data.shuffle
+        )
+        for _ in range(warmup.steps):
+            self._admit(table, examples.take(warmup.rows_per_step))
+        self._wait(
+            lambda: self.board.steps["warmup"] >= warmup.steps,
+            self.config.executor.wait_timeout,
+            f"{warmup.steps} warm-up steps",
+        )
+        table.seal()
+        self._publish()
+        self._evaluate("after_warmup")
+
+    def _train(self) -> None:
+        self.phase = "training"
+        config, board = self.config, self.board
+        first, lost = board.published, 0
+        self._training_since = time.monotonic()
+        steps = config.train.steps - self._steps_before
+        control = StalenessController(config.prompts_per_step, steps, first=first)
+        self._between_steps(control)
+        while control.version < first + steps:
+            self._fill(control)
+            self._wait(
+                lambda seen=(control.version, lost): (min(board.applied.values()), board.lost_groups) != seen,
+                config.executor.wait_timeout,
+                f"step {control.version - first + 1 + self._steps_before} to be trained and its weights applied",
+            )
+            control.give_back(board.lost_groups - lost)
+            lost = board.lost_groups
+            self._guard(control)
+            if min(board.applied.values()) > control.version:
+                control.trained(min(board.applied.values()))
+                self._between_steps(control)
+
+    def _fill(self, control: StalenessController) -> None:
+        """Admit as many prompts as there is room for."""
+        groups = control.room()
+        if not groups:
+            return
+        control.admit(groups)
+        chosen = self.materials.prompts.batch.take(self._order.take(groups))
+        batch = self._prompt_batch(chosen, self.config.rollout.temperature, self._admitted)
+        self._admitted += groups
+        self._tables["train"].put(batch, repeat=self.config.train.group_size)
+
+    def _between_steps(self, control: StalenessController) -> None:
+        """Do what is due while no row is in flight."""
+        self.train_seconds += time.monotonic() - self._training_since
+        step, output = control.version - control.first + self._steps_before, self.config.output
+        self._orders[control.version] = {"order": self._order.state(), "admitted": self._admitted}
+        self._orders.pop(control.version - 3, None)
+        last = step == self.config.train.steps
+        if control.version > control.first and not last:
+            if self.config.eval.every and step % self.config.eval.every == 0:
+                self._evaluate(f"step_{step}", step)
+            if output.checkpoint_every and step % output.checkpoint_every == 0:
+                self._save(self.folder / "checkpoints" / f"step-{step:06d}")
+                checkpoint.prune(self.folder / "checkpoints", output.keep_checkpoints)
+        if not output.checkpoint_every:
+            self._tables["train"].commit("train", control.version)
+        self.phase = "training"
+        self._training_since = time.monotonic()
+
+    def _guard(self, control: StalenessController) -> None:
+        step = control.version - control.first + 1
+        lost = control.given_back
+        if lost >= LOST_STEPS * self.config.prompts_per_step * step:
+            dropped = self._tables["train"].ledger().dropped
+            raise DataError(
+                f"step {step} cannot be filled: {lost} prompts have lost all of their responses "
+                f"(rows dropped: {', '.join(f'{reason}: {rows}' for reason, rows in dropped.items())})"
+            )
+
+    def _save(self, folder: Path, *, final: bool = False) -> None:
+        self.phase = "saving"
+        board = self.board
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        orders = {str(version): state for version, state in self._orders.items()}
+        self.executor.send(TRAINER, Save(str(folder), {"orders": orders, "seed": self.config.seed}, final=final))
+        timeout = float(self.config.executor.wait_timeout)
+        board.wait(lambda: str(folder) in board.saved, timeout, lambda: f"the trainer to save {folder}", stopping=final)
+        self._tables["train"].commit("train", board.published)
+
+    def _save_early(self) -> None:
+        """Leave a checkpoint of what is trained, if there is a trainer to ask."""
+        for name in self.board.replicas:
+            if name != TRAINER:
+                self.executor.send(name, Stop())
+        if TRAINER in self.board.ready and TRAINER not in self.board.finished:
+            self._save(self.folder / "checkpoint", final=True)
+
+    def _close(self) -> None:
+        self.phase = "ending"
+        for name in self.board.replicas:
+            self.executor.send(name, Stop())
+        if "train" in self._tables:
+            self.ledger = self._tables["train"].ledger()
+        self.queue.close()
+        self.executor.stop(float(self.config.executor.stop_timeout))
+        shutil.rmtree(self.folder / "weights", ignore_errors=True)
+
+    # Smaller pieces.
+
+    def _wait(self, until: Callable[[], bool], timeout: Any, what: str) -> None:
+        self.board.wait(until, float(timeout), lambda: what)
+
+    def _wait_applied(self) -> None:
+        board = self.board
+        board.wait(
+            lambda: not board.behind(board.published),
+            float(self.config.weights.timeout),
+            lambda: f"version {board.published} to be applied by {', '.join(board.behind(board.published))}",
+        )
+
+    def _admit(self, table: Table, batch: Batch) -> None:
+        """Put rows into a table that may be full, for as long as its consumer lives."""
+        table.put(batch, timeout=float(self.config.executor.wait_timeout))
+
+    def _prompt_batch(self, prompts: Batch, temperature: float, first: int) -> Batch:
+        numbers: Int64s = np.arange(first, first + len(prompts), dtype=np.int64)
+        return prompts.with_columns(
+            {
+                "temperature": np.full(len(prompts), temperature, dtype=np.float32),
+                "seed": mix(self.config.seed, numbers),
+            }
+        )
+
+    def _note_step(self, event: Stepped) -> None:
+        if event.table == "train":
+            self._stepped = event
+        else:
+            self.metrics.log(
+                "warmup", {"step": self.board.steps["warmup"] + 1, "version": event.version, **event.metrics}
+            )
+
+    def _log_step(self, event: Stepped) -> None:
+        """Log a step once the trainer's time on it is known too."""
+        self._stepped = None
+        dropped = self._tables["train"].ledger().dropped
+        step = self.board.steps["train"] + self._steps_before
+        self.metrics.log(
+            "step", {"step": step, "version": event.version, **event.metrics, "rows_dropped": sum(dropped.values())}
+        )
+
+    def _retire(self, version: Version) -> None:
+        if not self.board.behind(version):
+            channel = FileChannel(self.folder / "weights")
+            for old in range(self._retired, version):
+                channel.retire(old)
+            self._retired = version
+
+    def _jobs(self) -> list[Assignment]:
+        return assignments(self.plan.stages, self.config, self.folder, self.resume)

@@ -1,0 +1,120 @@
+"""What a replica and the flow say to each other: commands down, events up. Plain data, no behaviour."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncflow.types import Float64s, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The replica has set up its stages and serves them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The replica ends with an error."""
+
+    report: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The replica ends because its data ended or it was told to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """A stage finished one batch; times in seconds, and together they are the time since the last batch."""
+
+    table: str
+    stage: str
+    replica: str
+    rows: int
+    busy: float
+    idle: float
+    """Waiting for rows."""
+    blocked: float
+    """Waiting for the queue to take its columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Rows ended before they were trained; one group id for each row."""
+
+    table: str
+    stage: str
+    reason: str
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Held-out responses were scored; one reward for each row."""
+
+    rewards: Float64s
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The trainer made an optimizer step on a table."""
+
+    table: str
+    version: Version
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version of the weights is ready to be taken."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """An inference engine generates with this version from its next token on."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint is complete."""
+
+    folder: str
+    version: Version
+
+
+Event = Ready | Failed | Finished | Worked | Dropped | Evaluated | Stepped | Published | Applied | Saved
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish the current weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Take this version of the weights and use it from the next token on."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint into this folder."""
+
+    folder: str
+    progress: Mapping[str, object]
+    """What the flow wants to find there again."""
+    final: bool = False
+    """The run ends with it: work that is not finished is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End soon: give up work that is not finished."""
+
+
+Command = Publish | Apply | Save | Stop

@@ -1,0 +1,167 @@
+"""A run as its user holds it.
+
+    flow = Flow.from_yaml("pipeline.yaml").start()
+    summary = flow.wait()
+
+Everything that can be refused is refused when the flow is made, before a process is started or a folder written.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from asyncflow import checkpoint
+from asyncflow.conductor import Conductor, Materials
+from asyncflow.config.load import load
+from asyncflow.config.model import Pipeline
+from asyncflow.config.schema import dump
+from asyncflow.data.prompts import Prompts, prompts
+from asyncflow.data.sources import items
+from asyncflow.data.tokenizer import tokenizer
+from asyncflow.errors import CheckpointError, WaitTimeout
+from asyncflow.observe.metrics import Metrics, Record
+from asyncflow.observe.summary import Summary, summarise
+from asyncflow.stages import Plan, plan
+
+Dataset = Sequence[Mapping[str, Any]]
+
+
+class Flow:
+    """One run of one pipeline; start it once, from any thread."""
+
+    def __init__(self, config: Pipeline, *, dataset: Dataset | None = None, resume: Path | None = None) -> None:
+        """Check the configuration; `dataset` are the items of `data: {source: python}`."""
+        self.config = config
+        self.plan: Plan = plan(config)
+        self._dataset, self._resume = dataset, resume
+        self.folder = _new_folder(Path(config.output.folder)) if resume is None else resume.parent
+        self.metrics = Metrics(self.folder / "metrics.jsonl")
+        self.conductor: Conductor | None = None
+        self._thread = threading.Thread(target=self._run, name="asyncflow", daemon=True)
+        self._stop_asked = threading.Event()
+        self._result: Summary | BaseException | None = None
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, *overrides: str, dataset: Dataset | None = None) -> Self:
+        """Read a pipeline file; overrides are `section.key=value`. ConfigError holds every mistake found."""
+        return cls(load([Path(path)], overrides).pipeline, dataset=dataset)
+
+    @classmethod
+    def resume(cls, folder: str | Path, *, dataset: Dataset | None = None) -> Self:
+        """Go on from the newest checkpoint of a run's folder, exactly where it was taken."""
+        folder = Path(folder)
+        found = newest_checkpoint(folder)
+        config = load([folder / "config.yaml"], ()).pipeline
+        if int(checkpoint.progress(found)["step"]) >= config.train.steps:
+            raise CheckpointError(f"{folder} is complete: all of its {config.train.steps} steps are trained")
+        return cls(config, dataset=dataset, resume=found)
+
+    @property
+    def records(self) -> list[Record]:
+        """Metrics so far, oldest first."""
+        return list(self.metrics.records)
+
+    @property
+    def phase(self) -> str:
+        """What the run is doing now."""
+        if self._result is not None:
+            return "ended"
+        return self.conductor.phase if self.conductor is not None else "preparing"
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a clean end was asked for."""
+        return self._stop_asked.is_set()
+
+    def start(self) -> Self:
+        """Start in the background and return at once."""
+        self._thread.start()
+        return self
+
+    def join(self) -> None:
+        """Wait for the end, whatever it is."""
+        self._thread.join()
+
+    def wait(self, timeout: float | None = None) -> Summary:
+        """Wait for the end and return the summary; raise what ended the run, or WaitTimeout."""
+        self._thread.join(timeout)
+        if self._result is None:
+            raise WaitTimeout(f"waited {timeout} s for the run in {self.folder} to end; it is {self.phase}")
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
+
+    def stop(self) -> None:
+        """Ask for a clean end: a checkpoint of what is trained, and no process left; `wait` tells when."""
+        self._stop_asked.set()
+        if self.conductor is not None:
+            self.conductor.board.stop()
+
+    def kill(self) -> None:
+        """End every process of the run at once, without a checkpoint."""
+        if self.conductor is not None:
+            self.conductor.executor.kill()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._conduct()
+        except BaseException as error:  # noqa: BLE001  the border of the thread: `wait` raises it
+            self._result = error
+        finally:
+            self.metrics.close()
+
+    def _conduct(self) -> Summary:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._resume is None:
+            (self.folder / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        conductor = Conductor(self.config, self.folder, self.plan, self._materials, self.metrics, self._resume)
+        self.conductor = conductor
+        if self._stop_asked.is_set():
+            conductor.board.stop()
+        complete = conductor.run()
+        summary = summarise(
+            self.folder, self.metrics, conductor.ledger, seconds=conductor.train_seconds, complete=complete
+        )
+        summary.write()
+        return summary
+
+    def _materials(self) -> Materials:
+        config, names = self.config, tokenizer(self.config.model)
+        found = prompts(items(config.data, self._dataset, config.seed), names, config.data, config.data.source)
+        held_out: Prompts | None = None
+        if config.eval.source is not None:
+            other = config.data.model_copy(update={"source": config.eval.source, "size": config.eval.rows})
+            held_out = prompts(items(other, None, config.seed + 1), names, other, other.source)
+        elif config.eval.rows:
+            found, held_out = found.split(config.eval.rows, config.seed)
+        return Materials(found, held_out, names)
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint of a run that has the highest version; CheckpointError if there is none."""
+    found = [
+        path.parent for path in (*folder.glob("checkpoint/progress.json"), *folder.glob("checkpoints/*/progress.json"))
+    ]
+    if not found:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    return max(found, key=lambda path: int(checkpoint.progress(path)["version"]))
+
+
+def _new_folder(wanted: Path) -> Path:
+    """Return the wanted folder, or the first numbered one beside it that holds no run."""
+    folder, number = wanted, 1
+    while (folder / "config.yaml").exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder

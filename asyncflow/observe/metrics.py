@@ -1,0 +1,98 @@
+"""Metrics of a run: one JSON line a step, and the share of time that each stage worked.
+
+A record's numbers outside `time` depend on the configuration and the seed alone; everything that the clock decides
+stands under `time`, so that two runs can be compared line by line.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from asyncflow.execute.messages import Worked
+
+Record = dict[str, Any]
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: what is not a number becomes null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(slots=True)
+class StageTime:
+    """What the replicas of a stage did with their time, in seconds, and how many rows they finished."""
+
+    rows: int = 0
+    busy: float = 0.0
+    idle: float = 0.0
+    blocked: float = 0.0
+
+    def add(self, worked: Worked) -> None:
+        """Count one batch."""
+        self.rows += worked.rows
+        self.busy += worked.busy
+        self.idle += worked.idle
+        self.blocked += worked.blocked
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the time, which add up to 1."""
+        total = (self.busy + self.idle + self.blocked) or 1.0
+        return {"busy": self.busy / total, "idle": self.idle / total, "blocked": self.blocked / total}
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Collects the records of a run and writes each to `metrics.jsonl` as it comes. Thread-safe."""
+
+    path: Path
+    records: list[Record] = field(default_factory=list)
+    stages: dict[str, StageTime] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    listeners: list[Callable[[Record], None]] = field(default_factory=list)
+    """Called with each record, in the thread that logs it."""
+    _since: dict[str, float] = field(default_factory=dict)
+    _file: TextIO | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def worked(self, worked: Worked) -> None:
+        """Count a batch of the train table for the stage, and for the step that is running."""
+        if worked.table != "train":
+            return
+        with self._lock:
+            self.stages.setdefault(worked.stage, StageTime()).add(worked)
+            self._since[worked.stage] = self._since.get(worked.stage, 0.0) + worked.busy
+
+    def log(self, kind: str, values: Mapping[str, Any], clock: Mapping[str, float] | None = None) -> Record:
+        """Add a record of a kind (`step`, `warmup`, `eval`); `clock` holds what depends on the clock."""
+        with self._lock:
+            timing = {"elapsed": time.monotonic() - self.started, **(clock or {})}
+            if kind == "step":
+                timing |= {f"{stage}_busy": seconds for stage, seconds in self._since.items()}
+                self._since.clear()
+            record: Record = {"kind": kind, **{key: _plain(value) for key, value in values.items()}}
+            record["time"] = {key: round(value, 4) for key, value in timing.items()}
+            self.records.append(record)
+            if self._file is None:
+                self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        for listener in self.listeners:
+            listener(record)
+        return record
+
+    def of(self, kind: str) -> list[Record]:
+        """Records of a kind, oldest first."""
+        with self._lock:
+            return [record for record in self.records if record["kind"] == kind]
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None

@@ -1,0 +1,65 @@
+"""The summary of a run: what was learned, how fast, who worked and who waited, and how old the tokens were."""
+
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.observe.metrics import Metrics, Record
+from asyncflow.storage.status import Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Result of a run; `values` is what `summary.json` holds."""
+
+    folder: Path
+    values: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def write(self) -> None:
+        """Write `summary.json`."""
+        (self.folder / "summary.json").write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+
+
+def summarise(folder: Path, metrics: Metrics, counts: Counts | None, *, seconds: float, complete: bool) -> Summary:
+    """Bring the records of a run together; `seconds` is the time that reinforcement learning took."""
+    steps = metrics.of("step")
+    rows, tokens = (sum(step[key] for step in steps) for key in ("rows", "tokens"))
+    values: dict[str, Any] = {
+        "complete": complete,
+        "steps": len(steps),
+        "version": steps[-1]["version"] if steps else None,
+        **_evaluations(metrics.of("eval")),
+        "reward/first": steps[0]["reward_mean"] if steps else None,
+        "reward/last": steps[-1]["reward_mean"] if steps else None,
+        "rows": rows,
+        "rows_per_s": round(rows / seconds, 2) if seconds > 0 else None,
+        "tokens_per_s": round(tokens / seconds, 1) if seconds > 0 else None,
+        "train_seconds": round(seconds, 2),
+        **{
+            f"stage/{name}/{state}": round(share, 4)
+            for name, spent in metrics.stages.items()
+            for state, share in spent.shares().items()
+        },
+        "staleness/min": min((step["staleness_min"] for step in steps), default=None),
+        "staleness/mean": sum(step["staleness_mean"] for step in steps) / len(steps) if steps else None,
+        "staleness/max": max((step["staleness_max"] for step in steps), default=None),
+        "ledger": msgspec.to_builtins(counts) if counts is not None else None,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    return Summary(folder, values)
+
+
+def _evaluations(records: list[Record]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for record in records:
+        for key in ("accuracy", "reward_mean"):
+            found[f"eval/{key}_{record['moment']}"] = record[key]
+    return found

@@ -1,0 +1,242 @@
+"""What a stage is, and the loop that runs it: lease rows, call the stage, write its columns, acknowledge.
+
+A stage sees batches and gives back columns; it never sees the queue, other stages or the executor. Rows and
+columns are joined by row key: a part names the positions of its batch that it answers, so that a stage may
+finish rows in any order. A row that was neither answered nor dropped when the call ends is an error.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+
+import numpy as np
+
+from asyncflow.errors import PipelineError, QueueClosed
+from asyncflow.execute.messages import Dropped, Event, Worked
+from asyncflow.pipeline import StageSpec
+from asyncflow.storage import Batch, TransferQueue
+from asyncflow.storage.client import Lease, Table
+from asyncflow.types import Int64s, Version
+
+if TYPE_CHECKING:
+    from asyncflow.config.model import Pipeline
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Columns for some rows of a batch."""
+
+    positions: Int64s
+    """Which rows of the batch, in the order of the columns."""
+    columns: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Rows of a batch that end here, with the reason that the ledger shows."""
+
+    positions: Int64s
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The whole batch took effect in this optimizer step; rows stay until the step is committed."""
+
+    step: Version
+
+
+Answer = Batch | Mapping[str, Any] | Iterable[Part | Drop | Done] | None
+
+
+class Resources:
+    """What the stages of one process share, such as an engine: made once, by whoever asks first."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, object] = {}
+        self._lock = threading.Lock()
+
+    def share(self, name: str, make: Callable[[], T]) -> T:
+        """Return what was made under this name, or make it."""
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = make()
+            return cast("T", self._made[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a stage may know of its surroundings."""
+
+    config: "Pipeline"
+    replica: str
+    """Name of this running copy, for example `rollout-0`."""
+    folder: Path
+    """The run's folder."""
+    emit: Callable[[Event], None]
+    """Tells the flow what happened."""
+    resume: Path | None = None
+    """Checkpoint that the run goes on from."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    resources: Resources = field(default_factory=Resources)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set when the run is to end early: long work should return soon."""
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """A function from some columns to others, with a life around it."""
+
+    def setup(self, context: Context) -> None:
+        """Load what is needed; called once, before the first batch."""
+
+    def process(self, batch: Batch) -> Answer:
+        """Return the columns of all rows of the batch, or yield parts as they are finished."""
+
+    def close(self) -> None:
+        """Free what `setup` took; idempotent."""
+
+
+@dataclass(slots=True)
+class FunctionStage:
+    """A plain function as a stage: it gets the batch and its options, and returns the columns that it writes."""
+
+    function: Callable[..., Answer]
+    _options: Mapping[str, object] = field(default_factory=dict)
+
+    def setup(self, context: Context) -> None:
+        self._options = context.options
+
+    def process(self, batch: Batch) -> Answer:
+        return self.function(batch, **self._options)
+
+    def close(self) -> None:
+        return None
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def stage(*, reads: Iterable[str], writes: Mapping[str, str]) -> Callable[[Function], Function]:
+    """Declare the columns that a function reads and writes, so that it can stand in a pipeline as a stage.
+
+    The function gets a `Batch` with the columns of `reads` and the identity columns, and returns a `Batch` or a
+    mapping with the columns of `writes` (name to dtype), one value a row.
+    """
+
+    def declare(function: Function) -> Function:
+        function.asyncflow_reads = tuple(reads)  # type: ignore[attr-defined]
+        function.asyncflow_writes = dict(writes)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def parts(answer: Answer, rows: int) -> Iterable[Part | Drop | Done]:
+    """Bring what a stage returned into one form: a whole answer is one part of all rows."""
+    if answer is None:
+        return ()
+    if isinstance(answer, Batch | Mapping):
+        columns = answer if isinstance(answer, Batch) else Batch(answer)
+        return (Part(np.arange(rows), columns),)
+    return answer
+
+
+def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -> None:
+    """Serve one stage until the data ends, the queue closes or the run is stopped."""
+    table = queue.table(spec.table)
+    take = spec.take
+    stream = table.stream(
+        spec.name,
+        rows=take.rows,
+        groups=take.groups,
+        whole=take.whole,
+        partial=take.partial,
+        consumer=context.replica,
+    )
+    with closing(stream), suppress(QueueClosed):
+        while not context.stopping.is_set():
+            started = time.monotonic()
+            lease = stream.next(timeout=context.config.executor.wait_timeout)
+            if lease is None:
+                return
+            idle = time.monotonic() - started
+            served = _Served(spec, table, lease, context)
+            if not served.by(stage):
+                return
+            context.emit(
+                Worked(spec.table, spec.name, context.replica, len(lease.rows), served.busy, idle, served.blocked)
+            )
+
+
+class _Served:
+    """One lease in the hands of a stage."""
+
+    def __init__(self, spec: StageSpec, table: Table, lease: Lease, context: Context) -> None:
+        self.spec, self.table, self.lease, self.context = spec, table, lease, context
+        self.answered = np.zeros(len(lease.rows), dtype=bool)
+        self.busy = self.blocked = 0.0
+        self.finished = False
+
+    def by(self, stage: Stage) -> bool:
+        """Let the stage answer every row; False if the run is stopping and some rows are not answered."""
+        started = time.monotonic()
+        batch = self.lease.batch.with_columns({"row": self.lease.rows})
+        for part in parts(stage.process(batch), len(self.lease.rows)):
+            arrived = time.monotonic()
+            if isinstance(part, Done):
+                self.finish(part.step)
+            else:
+                self.take(part)
+            self.blocked += time.monotonic() - arrived
+        self.busy = time.monotonic() - started - self.blocked
+        return self.finished or self.complete()
+
+    def complete(self) -> bool:
+        """Acknowledge a batch all of whose rows were answered; a stage that writes nothing answers by returning."""
+        stopping = self.context.stopping.is_set()
+        if not self.answered.all() and (self.spec.writes or self.spec.durable):
+            if stopping:
+                return False
+            missing = self.lease.rows[~self.answered]
+            raise PipelineError(
+                f"stage {self.spec.name} left {missing.size} of {self.answered.size} rows without an answer, "
+                f"the first is row {missing[0]}: return columns for every row, or drop rows with a reason"
+            )
+        self.finish(None)
+        return True
+
+    def finish(self, step: Version | None) -> None:
+        """Acknowledge the whole batch, once."""
+        self.lease.done(step=step)
+        self.finished = True
+
+    def take(self, part: Part | Drop) -> None:
+        """Write or drop the rows of a part."""
+        rows = self.lease.rows[part.positions]
+        if self.answered[part.positions].any() or len(np.unique(part.positions)) < len(part.positions):
+            raise PipelineError(f"stage {self.spec.name} answered row {rows[0]} or one beside it twice")
+        self.answered[part.positions] = True
+        if isinstance(part, Part):
+            self.table.write(rows, self.matching(part.columns, len(rows)), lease=self.lease)
+            return
+        self.lease.drop(rows, part.reason)
+        groups = tuple(int(group) for group in self.lease.batch["group_id"].array[part.positions])
+        self.context.emit(Dropped(self.spec.table, self.spec.name, part.reason, groups))
+
+    def matching(self, columns: Batch, rows: int) -> Batch:
+        """Refuse columns that are not those declared, or that have another number of values than there are rows."""
+        declared, given = set(self.spec.writes), set(columns.names)
+        if declared != given:
+            raise PipelineError(
+                f"stage {self.spec.name} declares that it writes {sorted(declared)} and returned {sorted(given)}"
+            )
+        if len(columns) != rows:
+            raise PipelineError(f"stage {self.spec.name} returned {len(columns)} values for {rows} rows")
+        return columns

@@ -1,0 +1,164 @@
+"""From a configuration to the stages of each table, checked as graphs.
+
+Three tables: `train` holds the rows of reinforcement learning, `eval` held-out prompts, `warmup` supervised
+examples. In the modes `colocated` and `separated` every stage takes a whole phase at a time (`whole`), so that
+each phase waits for the whole phase before it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncflow.config.importing import resolve
+from asyncflow.config.model import Pipeline
+from asyncflow.config.model import Stage as StageConfig
+from asyncflow.errors import PipelineError
+from asyncflow.pipeline import Graph, StageSpec, Take, graph
+
+PROMPT_COLUMNS = {
+    "prompt_text": "string",
+    "prompt_tokens": "list<int64>",
+    "answer_text": "string",
+    "item": "string",
+    "temperature": "float32",
+    "seed": "int64",
+}
+RESPONSE_COLUMNS = {
+    "response_text": "string",
+    "response_tokens": "list<int64>",
+    "response_mask": "list<uint8>",
+    "rollout_logprobs": "list<float32>",
+    "versions": "list<int32>",
+    "finish": "string",
+}
+_PHASE = Take(whole=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The stages of a run by table."""
+
+    tables: Mapping[str, Graph]
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """All of them, sources included."""
+        return tuple(stage for found in self.tables.values() for stage in found.stages)
+
+
+def plan(config: Pipeline) -> Plan:
+    """Derive the stages of every table, or raise PipelineError with each fault of the graph."""
+    tables = {"train": graph(_train(config))}
+    if config.eval.rows:
+        tables["eval"] = graph(_eval(config))
+    if config.warmup:
+        tables["warmup"] = graph(_warmup(config))
+    return Plan(tables)
+
+
+def _source(table: str, columns: Mapping[str, str]) -> StageSpec:
+    return StageSpec("source", (), columns, table=table)
+
+
+def _rollout(config: Pipeline, table: str) -> StageSpec:
+    replicas = config.rollout.replicas
+    rows = None if replicas == 1 else -(-config.rows_per_step // replicas)
+    return StageSpec(
+        "rollout",
+        ("prompt_tokens", "temperature", "seed"),
+        RESPONSE_COLUMNS,
+        build="asyncflow.stages.rollout:Rollout",
+        table=table,
+        host="rollout",
+        replicas=replicas,
+        take=Take(rows=rows, whole=True),
+    )
+
+
+def _reward(config: Pipeline, table: str) -> StageSpec:
+    reads = ("prompt_text", "response_text", "answer_text", "item")
+    return StageSpec(
+        "reward", reads, {"reward": "float64"}, build="asyncflow.stages.reward:Reward", table=table, take=_PHASE
+    )
+
+
+def _train(config: Pipeline) -> list[StageSpec]:
+    train, step = config.train, Take(groups=config.prompts_per_step)
+    reads = ["prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs", "versions", "reward", "advantage"]
+    stages = [_source("train", PROMPT_COLUMNS), _rollout(config, "train"), _reward(config, "train")]
+    if train.kl_coef > 0:
+        stages.append(
+            StageSpec(
+                "reference",
+                ("prompt_tokens", "response_tokens", "response_mask"),
+                {"ref_logprobs": "list<float32>"},
+                build="asyncflow.stages.reference:Reference",
+                host="reference",
+                take=_PHASE,
+            )
+        )
+        reads.append("ref_logprobs")
+    stages += [_own(stage) for stage in config.stages]
+    stages.append(
+        StageSpec(
+            "advantage",
+            (train.reward,),
+            {"advantage": "float64"},
+            build="asyncflow.stages.advantage:Advantage",
+            host="trainer",
+            take=_PHASE,
+        )
+    )
+    stages.append(
+        StageSpec(
+            "train",
+            tuple(reads),
+            build="asyncflow.stages.train:Train",
+            host="trainer",
+            take=step,
+            durable=True,
+        )
+    )
+    if config.output.samples_every:
+        columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", "reward", "advantage")
+        stages.append(StageSpec("samples", columns, build="asyncflow.stages.samples:Samples", take=step))
+    return stages
+
+
+def _eval(config: Pipeline) -> list[StageSpec]:
+    collect = StageSpec(
+        "evaluate",
+        ("reward",),
+        build="asyncflow.stages.evaluate:Evaluate",
+        table="eval",
+        take=Take(partial=True, rows=1024),
+    )
+    return [_source("eval", PROMPT_COLUMNS), _rollout(config, "eval"), _reward(config, "eval"), collect]
+
+
+def _warmup(config: Pipeline) -> list[StageSpec]:
+    assert config.warmup is not None
+    columns = {"prompt_tokens": "list<int64>", "response_tokens": "list<int64>", "response_mask": "list<uint8>"}
+    warmup = StageSpec(
+        "warmup",
+        tuple(columns),
+        build="asyncflow.stages.train:Warmup",
+        table="warmup",
+        host="trainer",
+        take=Take(rows=config.warmup.rows_per_step),
+    )
+    return [_source("warmup", columns), warmup]
+
+
+def _own(stage: StageConfig) -> StageSpec:
+    reads, writes = stage.reads, stage.writes
+    if reads is None or writes is None:
+        function = resolve(stage.fn)
+        reads = reads if reads is not None else getattr(function, "asyncflow_reads", None)
+        writes = writes if writes is not None else getattr(function, "asyncflow_writes", None)
+    if reads is None or writes is None:
+        raise PipelineError(
+            f"stage {stage.fn} does not say which columns it reads and writes: "
+            "decorate it with @asyncflow.stage(reads=…, writes=…), or give reads and writes in the file"
+        )
+    name = stage.fn.rpartition(":")[2]
+    return StageSpec(name, tuple(reads), dict(writes), build=stage.fn, options=stage.options, take=_PHASE)

@@ -1,0 +1,104 @@
+"""Rollout: prompts in, responses out, each with the log-probability and the version of every token.
+
+A response is written as soon as it is finished; its seed follows from its row's identity, so it does not depend on
+which rows were generated beside it. New weights are taken between two tokens.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from asyncflow.backends import infer_engine
+from asyncflow.backends.base import Completion, InferEngine, Request, Sampling
+from asyncflow.data.tokenizer import tokenizer
+from asyncflow.execute.messages import Applied, Apply, Command, Stop
+from asyncflow.seeds import mix
+from asyncflow.stage import Context, Drop, Part
+from asyncflow.stages.model import model_spec, stop_tokens
+from asyncflow.storage import Batch
+from asyncflow.storage.batch import Column
+from asyncflow.types import Int64s
+from asyncflow.weights import FileChannel
+
+
+class Rollout:
+    """Reads `prompt_tokens`, `temperature` and `seed`; writes the response columns."""
+
+    def setup(self, context: Context) -> None:
+        config = context.config
+        self._context = context
+        self._tokenizer = tokenizer(config.model)
+        self._stop = stop_tokens(self._tokenizer, config.rollout.stop)
+        self._engine: InferEngine = infer_engine(config.rollout.backend)(
+            model_spec(config, self._tokenizer, context.resume),
+            max_inflight=config.rollout.max_inflight,
+            options=config.rollout.options,
+        )
+        self._channel = FileChannel(context.folder / "weights")
+        self._colocated = config.mode == "colocated"
+
+    def process(self, batch: Batch) -> Iterator[Part | Drop]:
+        requests = self._requests(batch)
+        if self._colocated:
+            self._engine.wake()
+        self._engine.submit(requests)
+        for finished in self._engine.results([request.key for request in requests]):
+            kept = [completion for completion in finished if completion.finish != "abort"]
+            if kept:
+                yield self._part(kept)
+            if len(kept) < len(finished):
+                aborted = [completion.key for completion in finished if completion.finish == "abort"]
+                yield Drop(np.asarray(aborted, dtype=np.int64), "aborted")
+        if self._colocated:
+            self._engine.sleep()
+
+    def command(self, command: Command) -> None:
+        """Take new weights, or end early."""
+        if isinstance(command, Apply):
+            self._engine.stage_weights(command.version, self._channel.load(command.version))
+            self._engine.apply_weights(command.version)
+            self._context.emit(Applied(command.version))
+        elif isinstance(command, Stop):
+            self._engine.close()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _requests(self, batch: Batch) -> list[Request]:
+        config = self._context.config.rollout
+        seeds = mix(batch["seed"].array, batch["rollout_id"].array)
+        temperatures = batch["temperature"].array.tolist()
+        samplings = {
+            temperature: Sampling(
+                temperature, config.top_p, config.top_k, config.max_response_tokens, tuple(sorted(self._stop))
+            )
+            for temperature in set(temperatures)
+        }
+        prompts = batch["prompt_tokens"]
+        return [
+            Request(key, prompts[key], samplings[temperature], seed)
+            for key, (temperature, seed) in enumerate(zip(temperatures, seeds.tolist(), strict=True))
+        ]
+
+    def _part(self, finished: list[Completion]) -> Part:
+        tokens = [completion.tokens for completion in finished]
+        lengths = np.array([len(one) for one in tokens])
+        columns = Batch(
+            {
+                "response_text": self._texts(tokens),
+                "response_tokens": tokens,
+                "response_mask": Column.ragged(
+                    np.ones(lengths.sum(), dtype=np.uint8), np.concatenate([[0], lengths.cumsum()]), "list<uint8>"
+                ),
+                "rollout_logprobs": [completion.logprobs for completion in finished],
+                "versions": [completion.versions for completion in finished],
+                "finish": [completion.finish for completion in finished],
+            }
+        )
+        return Part(np.array([completion.key for completion in finished], dtype=np.int64), columns)
+
+    def _texts(self, tokens: list[Int64s]) -> list[str]:
+        """Decode without the stop token that ends a response."""
+        bare = [one[:-1] if len(one) and int(one[-1]) in self._stop else one for one in tokens]
+        texts: list[str] = self._tokenizer.batch_decode(bare, skip_special_tokens=True)
+        return texts

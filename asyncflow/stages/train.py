@@ -1,0 +1,186 @@
+"""Train: a step's groups in, one optimizer step out; and the supervised warm-up on the same engine.
+
+A step is one optimizer update on one global batch. Its denominators are fixed before the first micro-batch, so
+neither the token budget nor the order of the rows changes the gradient. Every row's staleness is checked here,
+where it is consumed, and new weights are published as soon as they exist.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncflow import checkpoint
+from asyncflow.algorithms.aggregate import Denominators, denominators
+from asyncflow.algorithms.loss import PolicyLoss, SftLoss, policy_loss
+from asyncflow.algorithms.options import ALGORITHMS, reads
+from asyncflow.algorithms.report import combine, metrics
+from asyncflow.algorithms.schedule import learning_rate
+from asyncflow.backends import train_engine
+from asyncflow.backends.base import OptimSpec, TrainEngine
+from asyncflow.data.tokenizer import tokenizer
+from asyncflow.errors import WeightsError
+from asyncflow.execute.messages import Command, Publish, Published, Save, Saved, Stepped
+from asyncflow.stage import Context, Done
+from asyncflow.stages.model import model_spec
+from asyncflow.staleness import check, staleness
+from asyncflow.storage import Batch
+from asyncflow.types import Int64s
+from asyncflow.weights import FileChannel
+
+LOGPROB_GAP = {"float32": 1e-2, "bfloat16": 2e-1}
+"""Largest mean |log-probability of the trainer − of the rollout engine| on equal weights, by dtype: beyond it the
+two do not hold the same model, whatever the transfer said."""
+
+
+@dataclass(slots=True)
+class Trainer:
+    """The engine that `Train` and `Warmup` share, one at a time."""
+
+    engine: TrainEngine
+    channel: FileChannel
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, context: Context) -> "Trainer":
+        """Make the engine, or return the one that this process has."""
+        return context.resources.share(
+            "trainer", lambda: cls(_engine(context), FileChannel(context.folder / "weights"))
+        )
+
+    def step(
+        self, batch: Batch, columns: Sequence[str], loss: PolicyLoss | SftLoss, lr: float, context: Context
+    ) -> dict[str, float] | None:
+        """Make one optimizer step on all rows of a batch and return its metrics; None if it was stopped half-way."""
+        reports, budget = [], context.config.train.token_budget
+        for micro_batch in self.engine.micro_batches(batch, budget, columns, batch["row"].array):
+            if context.stopping.is_set():
+                return None
+            reports.append(self.engine.forward_backward(micro_batch, loss, entropy=loss.entropy))
+        made = self.engine.optim_step(lr)
+        return {**metrics(combine(reports)), "grad_norm": made.grad_norm, "lr": made.lr}
+
+
+class Warmup:
+    """Supervised: reads prompt and response tokens of a given answer; the loss is their negative log-likelihood."""
+
+    def setup(self, context: Context) -> None:
+        self._context, self._trainer, self._step = context, Trainer.of(context), 0
+
+    def process(self, batch: Batch) -> Iterator[Done]:
+        train, warmup = self._context.config.train, self._context.config.warmup
+        assert warmup is not None
+        lr = learning_rate(
+            self._step, peak=warmup.lr, schedule=train.schedule, steps=warmup.steps, warmup=train.lr_warmup
+        )
+        with self._trainer.lock:
+            made = self._trainer.step(batch, (), SftLoss(_denominators(batch)), lr, self._context)
+            if made is None:
+                return
+            self._step += 1
+            version = self._trainer.engine.version
+            yield Done(version)
+            self._context.emit(Stepped("warmup", version, made))
+
+    def close(self) -> None:
+        self._trainer.engine.close()
+
+
+class Train:
+    """Policy gradient: reads a step's responses with their advantages; writes no column, makes a version."""
+
+    def setup(self, context: Context) -> None:
+        self._context, self._trainer = context, Trainer.of(context)
+        self._step = int(checkpoint.progress(context.resume)["step"]) if context.resume else 0
+        train = context.config.train
+        self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
+
+    def process(self, batch: Batch) -> Iterator[Done]:
+        config = self._context.config
+        with self._trainer.lock:
+            ages = staleness(batch["versions"], batch["response_mask"], self._trainer.engine.version)
+            check(batch["row"].array, ages, 0)
+            if config.mode == "colocated":
+                self._trainer.engine.wake()
+            made = self._update(batch)
+            if made is None:
+                return
+            if config.mode == "colocated":
+                self._trainer.engine.sleep()
+            self._publish()
+            version = self._trainer.engine.version
+            yield Done(version)
+            self._context.emit(Stepped("train", version, {**made, **describe(batch, ages)}))
+
+    def command(self, command: Command) -> None:
+        """Publish the weights, or write a checkpoint."""
+        if not isinstance(command, Publish | Save):
+            return
+        if isinstance(command, Save) and command.final:
+            self._context.stopping.set()
+        with self._trainer.lock:
+            if isinstance(command, Publish):
+                self._publish()
+                return
+            folder = Path(command.folder)
+            names = tokenizer(self._context.config.model)
+            checkpoint.save(folder, self._trainer.engine, names, {**command.progress, "step": self._step})
+            self._context.emit(Saved(command.folder, self._trainer.engine.version))
+
+    def close(self) -> None:
+        self._trainer.engine.close()
+
+    def _update(self, batch: Batch) -> Mapping[str, float] | None:
+        config, train = self._context.config, self._context.config.train
+        lr = learning_rate(self._step, peak=train.lr, schedule=train.schedule, steps=train.steps, warmup=train.lr_warmup)
+        loss = policy_loss(self._options, _denominators(batch), config.rollout.max_response_tokens)
+        made = self._trainer.step(batch, reads(self._options), loss, lr, self._context)
+        if made is None:
+            return None
+        if self._step == 0 and made["logprob_gap_mean"] > LOGPROB_GAP[config.model.dtype]:
+            raise WeightsError(
+                f"on the same weights (version {self._trainer.engine.version - 1}) the log-probabilities of trainer and "
+                f"rollout engine differ by {made['logprob_gap_mean']:.3g} on average: they do not hold the same model"
+            )
+        self._step += 1
+        return made
+
+    def _publish(self) -> None:
+        engine = self._trainer.engine
+        self._trainer.channel.publish(engine.version, engine.export_weights())
+        self._context.emit(Published(engine.version))
+
+
+def _denominators(batch: Batch) -> Denominators:
+    mask = batch["response_mask"]
+    return denominators(mask.values, mask.offsets)
+
+
+def describe(batch: Batch, ages: Int64s) -> dict[str, float]:
+    """Summarise the rows of a step: rewards, lengths, ages."""
+    rewards, lengths = batch["reward"].array, batch["response_tokens"].lengths
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "advantage_zero_share": float((batch["advantage"].array == 0).mean()),
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": float(lengths.max(initial=0)),
+        "rows": float(len(batch)),
+        "tokens": float(lengths.sum() + batch["prompt_tokens"].lengths.sum()),
+        "staleness_min": float(ages.min(initial=0)),
+        "staleness_mean": float(ages.mean()),
+        "staleness_max": float(ages.max(initial=0)),
+    }
+
+
+def _engine(context: Context) -> TrainEngine:
+    config, train = context.config, context.config.train
+    engine = train_engine(train.backend)(
+        model_spec(config, tokenizer(config.model), context.resume),
+        optim=OptimSpec(train.betas, train.eps, train.weight_decay, train.max_grad_norm),
+        temperature=config.rollout.temperature,
+        options=train.options,
+    )
+    if context.resume is not None:
+        checkpoint.load_engine(context.resume, engine)
+    return engine

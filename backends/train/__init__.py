@@ -1,0 +1,1 @@
+"""Adapters of training engines."""

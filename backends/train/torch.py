@@ -1,0 +1,191 @@
+"""The training engine on plain torch: a Hugging Face model and AdamW in one process.
+
+Weights are kept and updated in float32; with dtype bfloat16 the forward pass runs under autocast and exported
+weights are bfloat16. The model is in evaluation mode throughout: dropout would make the ratio differ from 1 at
+zero lag.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from asyncflow.backends.base import Loss, MicroBatch, ModelSpec, OptimSpec, Scored, StepReport
+from asyncflow.backends.models import default_device, new_model, read_options
+from asyncflow.backends.train.cut import cut
+from asyncflow.errors import CheckpointError, ConfigError
+from asyncflow.storage.batch import Batch
+from asyncflow.types import RowIds, Version
+
+_OPTIONS: Mapping[str, object] = {"device": None, "attention": "sdpa", "gradient_checkpointing": False}
+
+
+class TorchEngine:
+    """A `TrainEngine` of one process; options: `device`, `attention`, `gradient_checkpointing`."""
+
+    def __init__(
+        self, model: ModelSpec, *, optim: OptimSpec, temperature: float, options: Mapping[str, object]
+    ) -> None:
+        if not temperature > 0:
+            raise ConfigError(f"rollout.temperature: {temperature}; a policy is trained at a temperature above 0")
+        chosen = read_options("torch", options, _OPTIONS)
+        self._spec, self._optim, self._temperature = model, optim, temperature
+        self._device = torch.device(chosen["device"] or default_device())
+        self._model: Any = new_model(model, torch.float32)
+        self._prepare(chosen["attention"], chosen["gradient_checkpointing"])
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._adamw = _adamw(self._parameters, optim)
+        self._version = 0
+
+    def _prepare(self, attention: str, checkpointing: bool) -> None:
+        self._model.to(self._device)
+        self._model.set_attn_implementation(attention)
+        if checkpointing:
+            self._model.gradient_checkpointing_enable()
+
+    @property
+    def version(self) -> Version:
+        """Number of optimizer steps behind the weights."""
+        return self._version
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """(0, 1): one process sees every row."""
+        return 0, 1
+
+    def micro_batches(
+        self, batch: Batch, token_budget: int, columns: Sequence[str], rows: RowIds | None = None
+    ) -> Iterator[MicroBatch]:
+        """Cut rows into micro-batches (see `cut`) on the engine's device."""
+        return cut(batch, token_budget, columns, rows, pad=self._spec.pad_token, device=self._device)
+
+    def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Mapping[str, float]:
+        """Add the gradient of `loss` and return what it reports."""
+        with self._autocast():
+            scored = self._score(micro_batch, entropy)
+        value, report = loss(scored, micro_batch)
+        torch.autograd.backward(value)
+        return report
+
+    def optim_step(self, lr: float) -> StepReport:
+        """Clip, step and clear gradients.
+
+        After a gradient that is not finite (FloatingPointError) weights, optimizer and version are as before,
+        and the gradients are cleared.
+        """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            names = [n for n, p in self._model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+            self._clear()
+            raise FloatingPointError(f"the gradient after version {self._version} is not finite, first in {names[:3]}")
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._optim.max_grad_norm, norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._clear()
+        self._version += 1
+        return StepReport(self._version, float(norm), lr)
+
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """Log-probabilities of the response tokens at the sampling temperature, float32 (B, R), without gradient."""
+        with torch.no_grad(), self._autocast():
+            return _chosen(self._log_softmax(micro_batch), _responses(micro_batch))
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the state dict, tied ones included, as a copy on the CPU in the model's dtype."""
+        dtype = getattr(torch, self._spec.dtype)
+        for name, tensor in self._model.state_dict().items():
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            yield name, tensor.detach().to("cpu", kind, copy=True)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write model and config in Hugging Face format, the weights in float32 as they are trained."""
+        self._model.save_pretrained(folder)
+
+    def state(self) -> dict[str, object]:
+        """Optimizer, version and torch's random state, as copies."""
+        optimizer = copy.deepcopy(self._adamw.state_dict())
+        return {"version": self._version, "optimizer": optimizer, "rng": torch.get_rng_state()}
+
+    def load_state(self, state: dict[str, object]) -> None:
+        """Go on exactly where `state` was taken, given the same weights."""
+        missing = {"version", "optimizer", "rng"} - state.keys()
+        if missing:
+            raise CheckpointError(f"the state of the torch engine lacks {', '.join(sorted(missing))}")
+        try:
+            self._adamw.load_state_dict(copy.deepcopy(cast("dict[str, Any]", state["optimizer"])))
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"the optimizer's state does not fit this model: {error}") from error
+        torch.set_rng_state(cast("Tensor", state["rng"]))
+        self._version = cast("int", state["version"])
+        self._clear()
+
+    def sleep(self) -> None:
+        """Free the gradients and move model and optimizer off an accelerator; refused inside a step."""
+        if any(p.grad is not None for p in self._parameters):
+            raise RuntimeError("sleep between forward_backward and optim_step would lose gradients")
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._move(self._device)
+
+    def close(self) -> None:
+        """Free model, gradients and optimizer."""
+        self._clear()
+        self._adamw.state.clear()
+        self._parameters = []
+        self._model.to("meta")
+
+    def _clear(self) -> None:
+        self._adamw.zero_grad(set_to_none=True)
+
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+        for state in self._adamw.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.dtype == "bfloat16")
+
+    def _score(self, micro_batch: MicroBatch, entropy: bool) -> Scored:
+        logs = self._log_softmax(micro_batch)
+        whole = logs if entropy else logs.detach()
+        return Scored(_chosen(logs, _responses(micro_batch)), -(whole.exp() * whole).sum(-1))
+
+    def _log_softmax(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the log-probabilities of the whole vocabulary before each response token, float32 (B, R, V)."""
+        responses = micro_batch.mask.shape[1]
+        if responses == 0:
+            return torch.zeros(len(micro_batch.rows), 0, 1, device=self._device, requires_grad=True)
+        attention = micro_batch.attention[:, :-1]
+        logits = self._model(
+            input_ids=micro_batch.tokens[:, :-1],
+            attention_mask=attention,
+            position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+            logits_to_keep=responses,
+        ).logits
+        return torch.log_softmax(logits.float() / self._temperature, dim=-1)
+
+
+def _responses(micro_batch: MicroBatch) -> Tensor:
+    return micro_batch.tokens[:, micro_batch.tokens.shape[1] - micro_batch.mask.shape[1] :]
+
+
+def _chosen(logs: Tensor, tokens: Tensor) -> Tensor:
+    return logs.gather(-1, tokens[..., None])[..., 0]
+
+
+def _adamw(parameters: Sequence[torch.nn.Parameter], optim: OptimSpec) -> torch.optim.AdamW:
+    matrices = [p for p in parameters if p.ndim >= 2]
+    others = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)

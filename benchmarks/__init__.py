@@ -1,0 +1,1 @@
+"""One file for each question; `python -m benchmarks.NAME` answers it and writes results/NAME.json."""

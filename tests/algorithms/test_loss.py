@@ -1,0 +1,109 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from asyncflow.algorithms.aggregate import AGGREGATES, denominators
+from asyncflow.algorithms.loss import PolicyLoss, SftLoss, policy_loss
+from asyncflow.algorithms.options import resolve
+from asyncflow.algorithms.report import combine, metrics
+from asyncflow.backends.base import MicroBatch, Scored
+
+GENERATOR = torch.Generator().manual_seed(0)
+B, R = 6, 5
+mask = (torch.rand(B, R, generator=GENERATOR) < 0.7).float()
+mask[3] = 0
+logprobs = -torch.rand(B, R, generator=GENERATOR) * 3
+columns = {
+    "rollout_logprobs": logprobs + 0.3 * torch.randn(B, R, generator=GENERATOR),
+    "ref_logprobs": logprobs + 0.3 * torch.randn(B, R, generator=GENERATOR),
+    "advantage": torch.randn(B, generator=GENERATOR),
+}
+entropy = torch.rand(B, R, generator=GENERATOR)
+OPTIONS = resolve("grpo", {"kl_coef": 0.1, "entropy_coef": 0.01})
+
+
+def run(loss, rows=slice(None), poison=None, width=R):
+    def shaped(values):
+        values = values[rows]
+        if values.ndim == 1:
+            return values
+        values = values if poison is None else values.masked_fill(mask[rows] == 0, poison)
+        return torch.nn.functional.pad(values, (0, width - R), value=poison or 0.0)
+
+    kept = torch.nn.functional.pad(mask[rows], (0, width - R))
+    leaf = shaped(logprobs).requires_grad_()
+    size = len(kept)
+    tokens = torch.zeros(size, width + 1, dtype=torch.int64)
+    batch = MicroBatch(tokens, tokens, kept, {n: shaped(c) for n, c in columns.items()}, np.arange(size))
+    value, report = loss(Scored(leaf, shaped(entropy)), batch)
+    value.backward()
+    return float(value.detach()), leaf.grad[:, :R], report
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_micro_batches_add_up_to_the_step(how):
+    loss = policy_loss({**OPTIONS, "aggregate": how}, denominators(mask), max_response_tokens=R)
+    value, gradient, report = run(loss)
+    parts = [run(loss, slice(start, start + 2)) for start in range(0, B, 2)]
+    assert sum(part[0] for part in parts) == pytest.approx(value)
+    assert torch.allclose(torch.cat([part[1] for part in parts]), gradient, atol=1e-7)
+    assert combine(part[2] for part in parts) == pytest.approx(report)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -9999.0])
+def test_values_under_the_mask_and_padding_never_count(poison):
+    loss = policy_loss(OPTIONS, denominators(mask), R)
+    value, gradient, report = run(loss)
+    dirty, dirty_gradient, dirty_report = run(loss, poison=poison, width=R + 3)
+    assert dirty == value
+    assert torch.equal(dirty_gradient, gradient)
+    assert dirty_report == pytest.approx(report, rel=1e-12)
+
+
+def test_the_loss_is_the_sum_of_its_parts():
+    _, _, report = run(policy_loss(OPTIONS, denominators(mask), R))
+    assert report["loss"] == pytest.approx(report["policy_loss"] + report["kl_loss"] + report["entropy_loss"])
+    assert report["entropy_loss"] == pytest.approx(-0.01 * float((entropy * mask).sum() / mask.sum()))
+
+
+def test_metrics_are_means_over_the_trained_tokens():
+    _, _, report = run(policy_loss(OPTIONS, denominators(mask), R))
+    step = metrics(report)
+    gap = ((logprobs - columns["rollout_logprobs"]).abs() * mask).flatten()
+    assert step["logprob_gap_mean"] == pytest.approx(float(gap.sum() / mask.sum()), rel=1e-5)
+    assert step["logprob_gap_max"] == pytest.approx(float(gap.max()), rel=1e-5)
+    assert 0 <= step["clip_share"] <= 1
+    assert set(step) == {
+        "loss", "policy_loss", "kl_loss", "entropy_loss", "ratio_mean", "ratio_max", "clip_share", "logprob_gap_mean",
+        "logprob_gap_max", "kl", "entropy", "trained_tokens",
+    }  # fmt: skip
+
+
+def test_maxima_combine_by_maximum():
+    assert combine([{"gap": 1.0, "gap_max": 1.0}, {"gap": 2.0, "gap_max": 0.5}]) == {"gap": 3.0, "gap_max": 1.0}
+
+
+def test_every_option_reaches_the_loss():
+    step = denominators(mask)
+    base = run(policy_loss(OPTIONS, step, R))[0]
+    others = {"clip_low": 0.01, "clip_high": 0.01, "kl_coef": 0.5, "kl": "k1", "entropy_coef": 0.5,
+              "aggregate": "seq-mean-token-sum"}  # fmt: skip
+    for name, value in others.items():
+        assert run(policy_loss({**OPTIONS, name: value}, step, R))[0] != base, name
+    norm = {**OPTIONS, "aggregate": "seq-mean-token-sum-norm"}
+    assert run(policy_loss({**norm, "aggregate_length": 2}, step, R))[0] != run(policy_loss(norm, step, R))[0]
+
+
+def test_an_entropy_bonus_needs_an_entropy():
+    batch = MicroBatch(torch.zeros(B, R), torch.zeros(B, R), mask, columns, np.arange(B))
+    with pytest.raises(ValueError, match="no entropy"):
+        PolicyLoss(denominators(mask), entropy_coef=0.1)(Scored(logprobs, None), batch)
+
+
+def test_sft_is_the_mean_over_tokens():
+    value, gradient, report = run(SftLoss(denominators(mask)), poison=math.nan)
+    assert value == pytest.approx(float(-(logprobs * mask).sum() / mask.sum()))
+    assert torch.allclose(gradient, -mask / mask.sum())
+    assert metrics(report)["nll"] == pytest.approx(value)

@@ -1,0 +1,134 @@
+"""The stage loop over a real embedded queue: rows in, columns out, by row key."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from asyncflow.config.model import Data, Model, Pipeline, Reward
+from asyncflow.errors import PipelineError
+from asyncflow.execute.messages import Dropped, Worked
+from asyncflow.pipeline import StageSpec, Take
+from asyncflow.stage import Context, Done, Drop, FunctionStage, Part, run, stage
+from asyncflow.storage import Batch, Schema, TransferQueue
+
+CONFIG = Pipeline(model=Model(path="."), data=Data(source="python"), reward=Reward(fn="exact_match"))
+
+
+@pytest.fixture
+def queue() -> Iterator[TransferQueue]:
+    with TransferQueue.open("embedded://") as opened:
+        yield opened
+
+
+def serve(queue: TransferQueue, spec: StageSpec, made: object, tmp_path, rows: int = 6) -> tuple[Batch, list[object]]:
+    """Run a stage over some rows until the data ends; return what the table then holds, and the events."""
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task(spec.name, spec.reads, durable=spec.durable)
+    table.task("keep", ("x",))
+    numbers = table.put(Batch({"x": np.arange(rows)}))
+    table.seal()
+    events: list[object] = []
+    context = Context(CONFIG, "double-0", tmp_path, events.append, options=spec.options)
+    made.setup(context)
+    run(spec, made, queue, context)
+    gone = {event.groups for event in events if isinstance(event, Dropped)}
+    left = [row for row in numbers.tolist() if (row,) not in gone]
+    return (table.read(left, ("y",)) if spec.writes else Batch({}, rows=0)), events
+
+
+def spec(**more: object) -> StageSpec:
+    return StageSpec("double", ("x",), {"y": "float64"}, **{"take": Take(rows=4, partial=True), **more})
+
+
+@stage(reads=["x"], writes={"y": "float64"})
+def double(batch: Batch, factor: float = 2.0) -> dict[str, object]:
+    return {"y": batch["x"].array * factor}
+
+
+def test_a_plain_function_is_a_stage(queue, tmp_path):
+    written, events = serve(queue, spec(), FunctionStage(double), tmp_path)
+    assert written["y"].array.tolist() == [0, 2, 4, 6, 8, 10]
+    assert sum(event.rows for event in events if isinstance(event, Worked)) == 6
+
+
+def test_options_reach_the_function(queue, tmp_path):
+    written, _ = serve(queue, spec(options={"factor": 3.0}), FunctionStage(double), tmp_path)
+    assert written["y"].array.tolist() == [0, 3, 6, 9, 12, 15]
+
+
+def test_parts_in_any_order_are_joined_by_row(queue, tmp_path):
+    def backwards(batch: Batch) -> Iterator[Part]:
+        for position in reversed(range(len(batch))):
+            yield Part(np.array([position]), Batch({"y": batch["x"].array[[position]] * 10.0}))
+
+    written, _ = serve(queue, spec(), FunctionStage(backwards), tmp_path)
+    assert written["y"].array.tolist() == [0, 10, 20, 30, 40, 50]
+
+
+def test_dropped_rows_leave_with_their_reason(queue, tmp_path):
+    def odd_only(batch: Batch) -> Iterator[Part | Drop]:
+        odd = batch["x"].array % 2 == 1
+        yield Drop(np.flatnonzero(~odd), "even")
+        yield Part(np.flatnonzero(odd), Batch({"y": batch["x"].array[odd] * 1.0}))
+
+    table_rows, events = serve(queue, spec(take=Take(rows=1)), FunctionStage(odd_only_one(odd_only)), tmp_path)
+    assert table_rows["y"].array.tolist() == [1, 3, 5]
+    assert queue.table("train").ledger().dropped == {"even": 3}
+    assert sum(isinstance(event, Dropped) for event in events) == 3
+
+
+def odd_only_one(function):
+    """Skip parts without rows, as a stage that looks at one row at a time would."""
+
+    def call(batch: Batch):
+        return (part for part in function(batch) if len(part.positions))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda batch: {"z": batch["x"].array}, r"declares that it writes \['y'\] and returned \['z'\]"),
+        (lambda batch: {"y": np.zeros(1)}, "returned 1 values for 4 rows"),
+        (lambda batch: [], "left 4 of 4 rows without an answer, the first is row 0"),
+        (lambda batch: [Part(np.array([0, 0]), Batch({"y": np.zeros(2)}))], "answered row 0 or one beside it twice"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_that_names_the_stage(queue, tmp_path, answer, message):
+    with pytest.raises(PipelineError, match=f"stage double .*{message}"):
+        serve(queue, spec(), FunctionStage(answer), tmp_path)
+
+
+def test_a_durable_stage_acknowledges_with_its_step(queue, tmp_path):
+    def train(batch: Batch) -> Iterator[Done]:
+        yield Done(1)
+
+    sink = StageSpec("double", ("x",), durable=True, take=Take(rows=6))
+    serve(queue, sink, FunctionStage(train), tmp_path)
+    status = queue.table("train").status()
+    assert status.tasks["double"].done == 6
+    assert status.rows == 6
+
+
+def test_a_durable_stage_that_gives_up_half_way_keeps_its_rows_undone(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64"}))
+    table.task("train", ("x",), durable=True)
+    table.put(Batch({"x": np.arange(3)}))
+    stopping = threading.Event()
+    context = Context(CONFIG, "trainer-0", tmp_path, lambda event: None, stopping=stopping)
+
+    def interrupted(batch: Batch) -> Iterator[Done]:
+        stopping.set()
+        return iter(())
+
+    run(StageSpec("train", ("x",), durable=True, take=Take(rows=3)), FunctionStage(interrupted), queue, context)
+    status = table.status().tasks["train"]
+    assert (status.waiting, status.leased, status.done) == (3, 0, 0)
+
+
+def test_the_end_of_the_data_ends_the_loop(queue, tmp_path):
+    written, _ = serve(queue, spec(), FunctionStage(double), tmp_path, rows=1)
+    assert written["y"].array.tolist() == [0]
