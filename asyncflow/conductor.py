@@ -219,8 +219,9 @@ class Conductor:
         self._between_steps(control)
         while control.version < first + steps:
             self._fill(control)
+            seen = (control.version, lost)
             self._wait(
-                lambda seen=(control.version, lost): (min(board.applied.values()), board.lost_groups) != seen,
+                lambda: (min(board.applied.values()), board.lost_groups) != seen,  # noqa: B023  called before seen changes
                 config.executor.wait_timeout,
                 f"step {control.version - first + 1 + self._steps_before} to be trained and its weights applied",
             )

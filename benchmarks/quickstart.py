@@ -1,6 +1,6 @@
 """How well and how fast does the quickstart learn? Runs it with several seeds and reports the spread.
 
-    python -m benchmarks.quickstart [SEEDS]
+python -m benchmarks.quickstart [SEEDS]
 """
 
 import sys

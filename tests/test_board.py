@@ -20,7 +20,7 @@ def test_a_wait_ends_when_an_event_makes_its_condition_true():
 
 
 def test_a_wait_ends_within_its_bound_and_says_for_what():
-    with pytest.raises(WaitTimeout, match="waited 0.01 s for the moon"):
+    with pytest.raises(WaitTimeout, match=r"waited 0\.01 s for the moon"):
         board().wait(lambda: False, 0.01, lambda: "the moon")
 
 

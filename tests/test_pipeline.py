@@ -30,7 +30,7 @@ def test_two_writers_of_one_column_are_refused():
 
 
 def test_a_cycle_is_refused_and_named():
-    with pytest.raises(PipelineError, match="cycle: .*one.*two|cycle: .*two.*one"):
+    with pytest.raises(PipelineError, match=r"cycle: .*one.*two|cycle: .*two.*one"):
         graph([stage("one", "b", "a"), stage("two", "a", "b")])
 
 

@@ -48,13 +48,16 @@ def validate(arguments: Files) -> None:
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a page with every key instead.")] = False,
+) -> None:
     """Print the JSON schema of a pipeline file, for editors."""
     import json
 
+    from asyncflow.config.reference import reference
     from asyncflow.config.schema import schema as describe
 
-    sys.stdout.write(json.dumps(describe(), indent=1) + "\n")
+    sys.stdout.write(reference() if markdown else json.dumps(describe(), indent=1) + "\n")
 
 
 @app.callback(invoke_without_command=True)

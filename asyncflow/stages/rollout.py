@@ -99,6 +99,6 @@ class Rollout:
 
     def _texts(self, tokens: list[Int64s]) -> list[str]:
         """Decode without the stop token that ends a response."""
-        bare = [one[:-1] if len(one) and int(one[-1]) in self._stop else one for one in tokens]
+        bare = [(one[:-1] if len(one) and int(one[-1]) in self._stop else one).tolist() for one in tokens]
         texts: list[str] = self._tokenizer.batch_decode(bare, skip_special_tokens=True)
         return texts

@@ -6,7 +6,7 @@ where it is consumed, and new weights are published as soon as they exist.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,15 +132,17 @@ class Train:
 
     def _update(self, batch: Batch) -> Mapping[str, float] | None:
         config, train = self._context.config, self._context.config.train
-        lr = learning_rate(self._step, peak=train.lr, schedule=train.schedule, steps=train.steps, warmup=train.lr_warmup)
+        lr = learning_rate(
+            self._step, peak=train.lr, schedule=train.schedule, steps=train.steps, warmup=train.lr_warmup
+        )
         loss = policy_loss(self._options, _denominators(batch), config.rollout.max_response_tokens)
         made = self._trainer.step(batch, reads(self._options), loss, lr, self._context)
         if made is None:
             return None
         if self._step == 0 and made["logprob_gap_mean"] > LOGPROB_GAP[config.model.dtype]:
             raise WeightsError(
-                f"on the same weights (version {self._trainer.engine.version - 1}) the log-probabilities of trainer and "
-                f"rollout engine differ by {made['logprob_gap_mean']:.3g} on average: they do not hold the same model"
+                f"on the same weights (version {self._trainer.engine.version - 1}) the log-probabilities of trainer "
+                f"and rollout engine differ by {made['logprob_gap_mean']:.3g} on average: they are not the same model"
             )
         self._step += 1
         return made

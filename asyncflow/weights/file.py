@@ -71,5 +71,5 @@ def info(tensor: "torch.Tensor") -> TensorInfo:
     """Describe a contiguous tensor on the CPU."""
     import torch
 
-    data = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    data = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
     return TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum(data))

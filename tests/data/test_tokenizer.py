@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pytest
-from asyncflow.storage.batch import Batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -10,6 +9,7 @@ from transformers import AutoTokenizer
 from asyncflow.config.model import Model
 from asyncflow.data.tokenizer import answer_tokens, tokenizer
 from asyncflow.errors import ConfigError
+from asyncflow.storage.batch import Batch
 
 ALPHABET = Model().characters + "\n\té"
 TOKENIZER = tokenizer(Model(tokenizer="characters", characters=ALPHABET))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-WORDS = "ant bee cat cow dog eel elk emu fox gnu hen jay koi owl pig ram rat yak ape asp auk bat boa bug cod doe fly hog".split()
+WORDS = [first + second + third for first in "bdm" for second in "aeiou" for third in "gt"]
 
 
 def settings(folder: Path) -> dict[str, object]:

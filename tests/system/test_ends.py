@@ -131,5 +131,5 @@ def test_a_prompt_file_with_a_bad_line_is_named_with_the_line(pipeline, tmp_path
     process = command("run", path)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
-    assert "words.jsonl:29" in output
+    assert "words.jsonl:31" in output
     assert nobody_left(process)
