@@ -89,6 +89,10 @@ class Board:
                     raise WaitTimeout(f"waited {timeout:g} s for {what()}")
                 self.changed.wait(left)
 
+    def check(self) -> None:
+        """Raise what would end a wait: ReplicaFailed or Stopped."""
+        self.wait(lambda: True, 0.0, str)
+
     def behind(self, version: Version) -> list[str]:
         """Engines that do not use this version yet."""
         return [name for name in self.engines if self.applied.get(name, -1) < version]

@@ -71,7 +71,9 @@ class Conductor:
     _order: Order = field(init=False)
     _orders: dict[Version, dict[str, Any]] = field(default_factory=dict, init=False)
     _admitted: int = field(default=0, init=False)
-    _steps_before: int = field(default=0, init=False)
+    steps_before: int = field(default=0, init=False)
+    """Steps of reinforcement learning that the checkpoint has, of which this run goes on."""
+    _warmups_before: int = field(default=0, init=False)
     _retired: Version = field(default=0, init=False)
     _training_since: float = field(default=0.0, init=False)
     _stepped: Stepped | None = field(default=None, init=False)
@@ -93,9 +95,8 @@ class Conductor:
             self.materials = self.prepare()
             self._await_replicas()
             self._publish()
-            if self.resume is None:
-                self._evaluate("before")
-                self._warm_up()
+            self._evaluate("before")
+            self._warm_up()
             self._train()
             self._evaluate("after")
             self._save(self.folder / "checkpoint", final=True)
@@ -145,14 +146,16 @@ class Conductor:
         self._order = Order(len(self.materials.prompts), config.seed, config.data.shuffle)
         board.wait(
             lambda: board.ready >= set(board.replicas),
-            float(config.executor.start_timeout),
+            config.executor.start_timeout,
             lambda: f"replicas to be ready: {', '.join(sorted(set(board.replicas) - board.ready))}",
         )
         if self.resume is not None:
             record = checkpoint.progress(self.resume)
-            self._steps_before = int(record["step"])
-            self._admitted = int(record["orders"][str(record["version"])]["admitted"])
-            self._order.restore(record["orders"][str(record["version"])]["order"])
+            self.steps_before, self._warmups_before = int(record["step"]), int(record["warmups"])
+            if str(record["version"]) in record["orders"]:
+                position = record["orders"][str(record["version"])]
+                self._admitted = int(position["admitted"])
+                self._order.restore(position["order"])
 
     def _publish(self) -> None:
         before = self.board.published
@@ -162,7 +165,7 @@ class Conductor:
 
     def _evaluate(self, moment: str, step: int | None = None) -> None:
         held_out = self.materials.held_out
-        if held_out is None:
+        if held_out is None or any(record["moment"] == moment for record in self.metrics.of("eval")):
             return
         self.phase = f"evaluating {moment}"
         started = time.monotonic()
@@ -198,15 +201,17 @@ class Conductor:
         examples = Demonstrations(
             data.prompts.batch, warmup.answers, data.tokenizer, self.config.seed, self.config.data.shuffle
         )
-        for _ in range(warmup.steps):
-            self._admit(table, examples.take(warmup.rows_per_step))
+        examples.take(self._warmups_before * warmup.rows_per_step)
+        left = warmup.steps - self._warmups_before
+        for _ in range(left):
+            self.board.check()
+            table.put(examples.take(warmup.rows_per_step), timeout=self.config.executor.wait_timeout)
         self._wait(
-            lambda: self.board.steps["warmup"] >= warmup.steps,
-            self.config.executor.wait_timeout,
-            f"{warmup.steps} warm-up steps",
+            lambda: self.board.steps["warmup"] >= left, self.config.executor.wait_timeout, f"{left} warm-up steps"
         )
         table.seal()
-        self._publish()
+        if left:
+            self._publish()
         self._evaluate("after_warmup")
 
     def _train(self) -> None:
@@ -214,7 +219,7 @@ class Conductor:
         config, board = self.config, self.board
         first, lost = board.published, 0
         self._training_since = time.monotonic()
-        steps = config.train.steps - self._steps_before
+        steps = config.train.steps - self.steps_before
         control = StalenessController(config.prompts_per_step, steps, first=first)
         self._between_steps(control)
         while control.version < first + steps:
@@ -223,7 +228,7 @@ class Conductor:
             self._wait(
                 lambda: (min(board.applied.values()), board.lost_groups) != seen,  # noqa: B023  called before seen changes
                 config.executor.wait_timeout,
-                f"step {control.version - first + 1 + self._steps_before} to be trained and its weights applied",
+                f"step {control.version - first + 1 + self.steps_before} to be trained and its weights applied",
             )
             control.give_back(board.lost_groups - lost)
             lost = board.lost_groups
@@ -241,19 +246,18 @@ class Conductor:
         chosen = self.materials.prompts.batch.take(self._order.take(groups))
         batch = self._prompt_batch(chosen, self.config.rollout.temperature, self._admitted)
         self._admitted += groups
+        self._note_position(control.version + 1)
         self._tables["train"].put(batch, repeat=self.config.train.group_size)
 
     def _between_steps(self, control: StalenessController) -> None:
         """Do what is due while no row is in flight."""
         self.train_seconds += time.monotonic() - self._training_since
-        step, output = control.version - control.first + self._steps_before, self.config.output
-        self._orders[control.version] = {"order": self._order.state(), "admitted": self._admitted}
-        self._orders.pop(control.version - 3, None)
-        last = step == self.config.train.steps
-        if control.version > control.first and not last:
+        step, output = control.version - control.first + self.steps_before, self.config.output
+        self._note_position(control.version)
+        if 0 < step < self.config.train.steps:
             if self.config.eval.every and step % self.config.eval.every == 0:
                 self._evaluate(f"step_{step}", step)
-            if output.checkpoint_every and step % output.checkpoint_every == 0:
+            if output.checkpoint_every and step % output.checkpoint_every == 0 and control.version > control.first:
                 self._save(self.folder / "checkpoints" / f"step-{step:06d}")
                 checkpoint.prune(self.folder / "checkpoints", output.keep_checkpoints)
         if not output.checkpoint_every:
@@ -277,7 +281,7 @@ class Conductor:
         folder.parent.mkdir(parents=True, exist_ok=True)
         orders = {str(version): state for version, state in self._orders.items()}
         self.executor.send(TRAINER, Save(str(folder), {"orders": orders, "seed": self.config.seed}, final=final))
-        timeout = float(self.config.executor.wait_timeout)
+        timeout = self.config.executor.wait_timeout
         board.wait(lambda: str(folder) in board.saved, timeout, lambda: f"the trainer to save {folder}", stopping=final)
         self._tables["train"].commit("train", board.published)
 
@@ -296,25 +300,26 @@ class Conductor:
         if "train" in self._tables:
             self.ledger = self._tables["train"].ledger()
         self.queue.close()
-        self.executor.stop(float(self.config.executor.stop_timeout))
+        self.executor.stop(self.config.executor.stop_timeout)
         shutil.rmtree(self.folder / "weights", ignore_errors=True)
 
     # Smaller pieces.
 
-    def _wait(self, until: Callable[[], bool], timeout: Any, what: str) -> None:
-        self.board.wait(until, float(timeout), lambda: what)
+    def _wait(self, until: Callable[[], bool], timeout: float, what: str) -> None:
+        self.board.wait(until, timeout, lambda: what)
 
     def _wait_applied(self) -> None:
         board = self.board
         board.wait(
             lambda: not board.behind(board.published),
-            float(self.config.weights.timeout),
+            self.config.weights.timeout,
             lambda: f"version {board.published} to be applied by {', '.join(board.behind(board.published))}",
         )
 
-    def _admit(self, table: Table, batch: Batch) -> None:
-        """Put rows into a table that may be full, for as long as its consumer lives."""
-        table.put(batch, timeout=float(self.config.executor.wait_timeout))
+    def _note_position(self, version: Version) -> None:
+        """Keep what was drawn before the step that follows a version: a checkpoint of it goes on from here."""
+        self._orders[version] = {"order": self._order.state(), "admitted": self._admitted}
+        self._orders.pop(version - 3, None)
 
     def _prompt_batch(self, prompts: Batch, temperature: float, first: int) -> Batch:
         numbers: Int64s = np.arange(first, first + len(prompts), dtype=np.int64)
@@ -337,7 +342,7 @@ class Conductor:
         """Log a step once the trainer's time on it is known too."""
         self._stepped = None
         dropped = self._tables["train"].ledger().dropped
-        step = self.board.steps["train"] + self._steps_before
+        step = self.board.steps["train"] + self.steps_before
         self.metrics.log(
             "step", {"step": step, "version": event.version, **event.metrics, "rows_dropped": sum(dropped.values())}
         )

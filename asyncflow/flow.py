@@ -6,6 +6,7 @@
 Everything that can be refused is refused when the flow is made, before a process is started or a folder written.
 """
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,8 +55,8 @@ class Flow:
         folder = Path(folder)
         found = newest_checkpoint(folder)
         config = load([folder / "config.yaml"], ()).pipeline
-        if int(checkpoint.progress(found)["step"]) >= config.train.steps:
-            raise CheckpointError(f"{folder} is complete: all of its {config.train.steps} steps are trained")
+        if is_complete(folder):
+            raise CheckpointError(f"the run in {folder} is complete: nothing is left to resume")
         return cls(config, dataset=dataset, resume=found)
 
     @property
@@ -123,7 +124,9 @@ class Flow:
 
     def _conduct(self) -> Summary:
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._resume is None:
+        if self._resume is not None:
+            self.metrics.restore(int(checkpoint.progress(self._resume)["version"]))
+        else:
             (self.folder / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         conductor = Conductor(self.config, self.folder, self.plan, self._materials, self.metrics, self._resume)
         self.conductor = conductor
@@ -131,7 +134,12 @@ class Flow:
             conductor.board.stop()
         complete = conductor.run()
         summary = summarise(
-            self.folder, self.metrics, conductor.ledger, seconds=conductor.train_seconds, complete=complete
+            self.folder,
+            self.metrics,
+            conductor.ledger,
+            seconds=conductor.train_seconds,
+            since=conductor.steps_before,
+            complete=complete,
         )
         summary.write()
         return summary
@@ -156,6 +164,12 @@ def newest_checkpoint(folder: Path) -> Path:
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint")
     return max(found, key=lambda path: int(checkpoint.progress(path)["version"]))
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the run of a folder came to its end."""
+    path = folder / "summary.json"
+    return path.exists() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
 
 
 def _new_folder(wanted: Path) -> Path:

@@ -59,6 +59,15 @@ class Metrics:
     _file: TextIO | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def restore(self, version: int) -> None:
+        """Go on with the records that the file has up to a version of the weights."""
+        with self._lock:
+            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+            self.records = [record for record in map(json.loads, lines) if record["version"] <= version]
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(record) + "\n" for record in self.records), encoding="utf-8")
+            partial.replace(self.path)
+
     def worked(self, worked: Worked) -> None:
         """Count a batch of the train table for the stage, and for the step that is running."""
         if worked.table != "train":

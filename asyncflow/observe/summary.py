@@ -27,10 +27,12 @@ class Summary:
         (self.folder / "summary.json").write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
 
 
-def summarise(folder: Path, metrics: Metrics, counts: Counts | None, *, seconds: float, complete: bool) -> Summary:
-    """Bring the records of a run together; `seconds` is the time that reinforcement learning took."""
+def summarise(
+    folder: Path, metrics: Metrics, counts: Counts | None, *, seconds: float, since: int, complete: bool
+) -> Summary:
+    """Bring the records of a run together; speed is that of the steps after `since`, which took `seconds`."""
     steps = metrics.of("step")
-    rows, tokens = (sum(step[key] for step in steps) for key in ("rows", "tokens"))
+    rows, tokens = (sum(step[key] for step in steps if step["step"] > since) for key in ("rows", "tokens"))
     values: dict[str, Any] = {
         "complete": complete,
         "steps": len(steps),

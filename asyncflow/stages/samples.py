@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncflow import checkpoint
 from asyncflow.stage import Context
 from asyncflow.storage import Batch
 
@@ -28,7 +29,7 @@ class Samples:
         self._steps = context.config.train.steps
         self._folder = context.folder / "samples"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._step = 0
+        self._step = 0 if context.resume is None else int(checkpoint.progress(context.resume)["step"])
 
     def process(self, batch: Batch) -> None:
         self._step += 1

@@ -39,13 +39,15 @@ class Trainer:
 
     engine: TrainEngine
     channel: FileChannel
+    warmups: int = 0
+    """Supervised steps so far, those before a checkpoint included."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, context: Context) -> "Trainer":
         """Make the engine, or return the one that this process has."""
         return context.resources.share(
-            "trainer", lambda: cls(_engine(context), FileChannel(context.folder / "weights"))
+            "trainer", lambda: cls(_engine(context), FileChannel(context.folder / "weights"), _done(context, "warmups"))
         )
 
     def step(
@@ -65,19 +67,19 @@ class Warmup:
     """Supervised: reads prompt and response tokens of a given answer; the loss is their negative log-likelihood."""
 
     def setup(self, context: Context) -> None:
-        self._context, self._trainer, self._step = context, Trainer.of(context), 0
+        self._context, self._trainer = context, Trainer.of(context)
 
     def process(self, batch: Batch) -> Iterator[Done]:
         train, warmup = self._context.config.train, self._context.config.warmup
         assert warmup is not None
         lr = learning_rate(
-            self._step, peak=warmup.lr, schedule=train.schedule, steps=warmup.steps, warmup=train.lr_warmup
+            self._trainer.warmups, peak=warmup.lr, schedule=train.schedule, steps=warmup.steps, warmup=train.lr_warmup
         )
         with self._trainer.lock:
             made = self._trainer.step(batch, (), SftLoss(_denominators(batch)), lr, self._context)
             if made is None:
                 return
-            self._step += 1
+            self._trainer.warmups += 1
             version = self._trainer.engine.version
             yield Done(version)
             self._context.emit(Stepped("warmup", version, made))
@@ -91,7 +93,7 @@ class Train:
 
     def setup(self, context: Context) -> None:
         self._context, self._trainer = context, Trainer.of(context)
-        self._step = int(checkpoint.progress(context.resume)["step"]) if context.resume else 0
+        self._step, self._compared = _done(context, "step"), False
         train = context.config.train
         self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
 
@@ -124,7 +126,8 @@ class Train:
                 return
             folder = Path(command.folder)
             names = tokenizer(self._context.config.model)
-            checkpoint.save(folder, self._trainer.engine, names, {**command.progress, "step": self._step})
+            progress = {**command.progress, "step": self._step, "warmups": self._trainer.warmups}
+            checkpoint.save(folder, self._trainer.engine, names, progress)
             self._context.emit(Saved(command.folder, self._trainer.engine.version))
 
     def close(self) -> None:
@@ -139,12 +142,12 @@ class Train:
         made = self._trainer.step(batch, reads(self._options), loss, lr, self._context)
         if made is None:
             return None
-        if self._step == 0 and made["logprob_gap_mean"] > LOGPROB_GAP[config.model.dtype]:
+        if not self._compared and made["logprob_gap_mean"] > LOGPROB_GAP[config.model.dtype]:
             raise WeightsError(
                 f"on the same weights (version {self._trainer.engine.version - 1}) the log-probabilities of trainer "
                 f"and rollout engine differ by {made['logprob_gap_mean']:.3g} on average: they are not the same model"
             )
-        self._step += 1
+        self._step, self._compared = self._step + 1, True
         return made
 
     def _publish(self) -> None:
@@ -173,6 +176,10 @@ def describe(batch: Batch, ages: Int64s) -> dict[str, float]:
         "staleness_mean": float(ages.mean()),
         "staleness_max": float(ages.max(initial=0)),
     }
+
+
+def _done(context: Context, what: str) -> int:
+    return 0 if context.resume is None else int(checkpoint.progress(context.resume)[what])
 
 
 def _engine(context: Context) -> TrainEngine:

@@ -13,6 +13,8 @@ import pytest
 from asyncflow import Flow
 from tests.system.test_run import timeless
 
+pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
+
 
 def command(*arguments: object) -> subprocess.Popen[str]:
     """Start the command line in a session of its own, so that signals to its group do not reach the tests."""
@@ -67,12 +69,12 @@ def nobody_left(process: subprocess.Popen[str], seconds: float = 10.0) -> bool:
 
 def test_an_interrupted_run_goes_on_to_the_same_end_as_an_uninterrupted_one(pipeline, tmp_path):
     path = pipeline(train={"steps": 40}, eval={"rows": 4}, warmup=None)
-    whole = Flow.from_yaml(path, f"output.folder={tmp_path / 'whole'}").start().wait(100)
+    whole = Flow.from_yaml(path, f"output.folder={tmp_path / 'whole'}").start().wait(300)
 
     process = command("run", path)
     until(process, "step 5/40")
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     assert "asyncflow resume" in output
     assert nobody_left(process)
@@ -82,7 +84,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end_as_an_uninterrupted_one(pipe
     assert interrupted["steps"] < 40
 
     process = command("resume", folder)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     assert timeless(folder) == timeless(whole.folder)
     assert nobody_left(process)
@@ -92,7 +94,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_failure(pipeline):
     process = command("run", pipeline(train={"steps": 500}))
     until(process, "step 12/500")
     os.kill(named(process, "libtorch"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert "ended by signal SIGKILL" in output
     assert "rollout-0" in output or "trainer-0" in output
@@ -103,7 +105,7 @@ def test_a_killed_main_process_takes_its_replicas_with_it(pipeline):
     process = command("run", pipeline(train={"steps": 500}))
     until(process, "step 12/500")
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert nobody_left(process)
 
 
@@ -118,7 +120,7 @@ def test_a_mistake_in_the_reward_ends_the_run_with_its_message(pipeline, tmp_pat
     path = pipeline(warmup=None)
     (tmp_path / "rewards.py").write_text(source)
     process = command("run", path)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert message in output
     assert nobody_left(process)
@@ -129,7 +131,7 @@ def test_a_prompt_file_with_a_bad_line_is_named_with_the_line(pipeline, tmp_path
     with (tmp_path / "words.jsonl").open("a") as file:
         file.write("{not json\n")
     process = command("run", path)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert "words.jsonl:31" in output
     assert nobody_left(process)

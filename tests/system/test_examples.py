@@ -8,6 +8,8 @@ import yaml
 
 from asyncflow import Flow
 
+pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SHORT = ("warmup.steps=2", "train.steps=2", "train.prompts_per_step=4", "executor.threads=1")
 
@@ -20,7 +22,7 @@ def test_there_is_a_test_for_each_example():
 @pytest.mark.parametrize("name", ["quickstart.yaml", "plurals/pipeline.yaml"])
 def test_an_example_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    summary = Flow.from_yaml(EXAMPLES / name, *SHORT, f"output.folder={tmp_path / 'run'}").start().wait(250)
+    summary = Flow.from_yaml(EXAMPLES / name, *SHORT, f"output.folder={tmp_path / 'run'}").start().wait(300)
     assert summary["complete"]
     assert summary["steps"] == 2
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["steps"] == 2

@@ -10,6 +10,8 @@ import yaml
 
 from asyncflow import Flow
 
+pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
+
 NUMBERS = ("accuracy", "reward_mean")
 
 
@@ -23,8 +25,8 @@ def timeless(folder: Path) -> list[dict[str, object]]:
 
 def test_the_same_seed_gives_the_same_metrics_in_both_modes_and_a_complete_folder(pipeline):
     path = pipeline()
-    summary = Flow.from_yaml(path).start().wait(100)
-    other = Flow.from_yaml(path, "mode=separated").start().wait(100)
+    summary = Flow.from_yaml(path).start().wait(300)
+    other = Flow.from_yaml(path, "mode=separated").start().wait(300)
     assert timeless(summary.folder) == timeless(other.folder)
     assert other.folder.name == "run-2"
     check_records(timeless(summary.folder))
@@ -84,7 +86,7 @@ def check_model(folder: Path) -> None:
 
 def test_the_resolved_config_of_a_run_runs_again(pipeline):
     flow = Flow.from_yaml(pipeline(warmup=None, eval={"rows": 0}, train={"steps": 1}))
-    flow.start().wait(100)
+    flow.start().wait(300)
     resolved = flow.folder / "config.yaml"
     assert yaml.safe_load(resolved.read_text())["train"]["steps"] == 1
     assert Flow.from_yaml(resolved).config == flow.config

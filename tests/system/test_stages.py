@@ -1,8 +1,11 @@
 """A run with everything that is optional: a reference, a stage of the user's own, replicas, a dataset from Python."""
 
 import numpy as np
+import pytest
 
 from asyncflow import Flow
+
+pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
 
 STAGE = """
 from asyncflow import stage
@@ -37,7 +40,7 @@ def test_reference_own_stage_replicas_and_a_python_dataset(pipeline, tmp_path):
         warmup=None,
     )
     flow = Flow.from_yaml(path, dataset=[{"word": word} for word in ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")])
-    summary = flow.start().wait(100)
+    summary = flow.start().wait(300)
     assert summary["complete"]
     steps = flow.metrics.of("step")
     assert steps[0]["kl"] == 0 or abs(steps[0]["kl"]) < 1e-6
@@ -57,7 +60,7 @@ def test_rows_without_a_score_leave_with_their_reason_and_others_fill_the_step(p
         train={"steps": 2, "group_size": 2},
     )
     flow = Flow.from_yaml(path, dataset=[{"word": word} for word in words])
-    summary = flow.start().wait(100)
+    summary = flow.start().wait(300)
     ledger = summary["ledger"]
     assert ledger["done"] == 2 * 4 * 2
     assert set(ledger["dropped"]) == {"reward_timeout", "reward_no_score"}
