@@ -11,12 +11,11 @@ if (_root / "setup.cfg").is_file() and (_root / "storage" / "__init__.py").is_fi
 if TYPE_CHECKING:
     from asyncflow.flow import Flow
     from asyncflow.observe.summary import Summary
-    from asyncflow.stage import stage
 
 __version__ = "0.1.0"
-__all__ = ["Flow", "Summary", "__version__", "stage"]
+__all__ = ["Flow", "Summary", "__version__"]
 
-_HOMES = {"Flow": "asyncflow.flow", "Summary": "asyncflow.observe.summary", "stage": "asyncflow.stage"}
+_HOMES = {"Flow": "asyncflow.flow", "Summary": "asyncflow.observe.summary"}
 
 
 def __getattr__(name: str) -> object:

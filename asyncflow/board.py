@@ -22,6 +22,7 @@ from asyncflow.execute.messages import (
     Ready,
     Saved,
     Stepped,
+    Worked,
 )
 from asyncflow.types import Float64s, Version
 
@@ -32,7 +33,7 @@ class Stopped(AsyncflowError):
 
 @dataclass(slots=True)
 class Board:
-    """State of a run as its events tell it; read it under `lock` or through `wait`."""
+    """State of a run as its events tell it; read it in the condition of a `wait`."""
 
     replicas: tuple[str, ...]
     engines: tuple[str, ...]
@@ -44,6 +45,10 @@ class Board:
     applied: dict[str, Version] = field(default_factory=dict)
     steps: Counter[str] = field(default_factory=Counter)
     """Optimizer steps by table."""
+    served: Counter[str] = field(default_factory=Counter)
+    """Rows of the train table that each stage has finished."""
+    batches: Counter[str] = field(default_factory=Counter)
+    """Batches of the train table that each stage has finished."""
     rewards: list[Float64s] = field(default_factory=list)
     """Held-out rewards since `rewards` was last cleared."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -111,6 +116,9 @@ class Board:
                 self.applied[replica] = version
             case Stepped(table, _, _):
                 self.steps[table] += 1
+            case Worked("train", stage, _, rows):
+                self.served[stage] += rows
+                self.batches[stage] += 1
             case Evaluated(rewards):
                 self.rewards.append(rewards)
             case Saved(folder, _):

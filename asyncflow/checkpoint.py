@@ -22,7 +22,8 @@ def save(folder: Path, engine: TrainEngine, tokenizer: Any, progress: Mapping[st
     import torch
 
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    for abandoned in folder.parent.glob(f".{folder.name}.*.partial"):
+        shutil.rmtree(abandoned, ignore_errors=True)
     partial.mkdir(parents=True)
     engine.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -66,7 +67,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _replace(partial: Path, folder: Path) -> None:
-    aside = folder.with_name(f".{folder.name}.old")
+    aside = folder.with_name(f".{folder.name}.old")  # found by a resume that follows a crash right here
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
         folder.rename(aside)

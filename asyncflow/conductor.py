@@ -6,9 +6,10 @@ It never touches a response: everything else follows from what the stages read a
 
 import shutil
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from asyncflow.config.model import Pipeline
 from asyncflow.data.demonstrations import Demonstrations
 from asyncflow.data.order import Order
 from asyncflow.data.prompts import Prompts
-from asyncflow.errors import DataError, QueueClosed
+from asyncflow.errors import CheckpointError, DataError, StorageError
 from asyncflow.execute.local import LocalExecutor, assignments
 from asyncflow.execute.messages import Applied, Apply, Event, Failed, Publish, Published, Save, Stepped, Stop, Worked
 from asyncflow.execute.replica import Assignment
 from asyncflow.observe.metrics import Metrics
 from asyncflow.seeds import mix
+from asyncflow.stages import reference
 from asyncflow.stages.plan import Plan
 from asyncflow.staleness import StalenessController
 from asyncflow.storage import Batch, Schema, TransferQueue
@@ -77,6 +79,7 @@ class Conductor:
     _retired: Version = field(default=0, init=False)
     _training_since: float = field(default=0.0, init=False)
     _stepped: Stepped | None = field(default=None, init=False)
+    _lost_before: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         jobs = self._jobs()
@@ -87,6 +90,11 @@ class Conductor:
         )
         self.queue = TransferQueue.open("embedded://")
         self.executor = LocalExecutor(self.queue, self.report)
+
+    @property
+    def too_long(self) -> int:
+        """Prompts that were left out because they are too long."""
+        return self.materials.prompts.dropped
 
     def run(self) -> bool:
         """Conduct the run to its end; False if it was stopped before. Whatever happens, nothing is left running."""
@@ -103,15 +111,21 @@ class Conductor:
         except Stopped:
             self._save_early()
             return False
-        except BaseException as error:
-            self.queue.fail(str(error))
-            raise
+        except StorageError as error:
+            # A replica that failed takes the queue with it: its own error says more than what follows from it.
+            raise self.board.failure or error from error
         finally:
             self._close()
         return True
 
     def report(self, replica: str, event: Event) -> None:
-        """Take an event of a replica; called from the executor's threads."""
+        """Take an event of a replica; called from the executor's threads, and never raises."""
+        try:
+            self._take(replica, event)
+        except Exception:  # noqa: BLE001  the border of those threads: the error ends the run
+            self.board.take(replica, Failed(f"taking {type(event).__name__} of it\n{traceback.format_exc()}"))
+
+    def _take(self, replica: str, event: Event) -> None:
         if isinstance(event, Stepped):
             self._note_step(event)
         elif isinstance(event, Worked):
@@ -119,13 +133,13 @@ class Conductor:
             if event.stage == "train" and self._stepped is not None:
                 self._log_step(self._stepped)
         self.board.take(replica, event)
-        if isinstance(event, Published):
+        if isinstance(event, Published) and not self.board.stopping:
             for engine in self.board.engines:
                 self.executor.send(engine, Apply(event.version))
         elif isinstance(event, Applied):
             self._retire(event.version)
         elif isinstance(event, Failed):
-            with suppress(QueueClosed):
+            with suppress(StorageError):
                 self.queue.fail(f"replica {replica}: {event.report}")
 
     # What happens, in order.
@@ -137,7 +151,8 @@ class Conductor:
             for stage in found.stages:
                 if stage.build:
                     sampler = "group" if stage.take.groups else "fifo"
-                    table.task(stage.name, stage.reads, sampler=sampler, durable=stage.durable)
+                    lease = self.config.executor.wait_timeout
+                    table.task(stage.name, stage.reads, sampler=sampler, lease_seconds=lease, durable=stage.durable)
             self._tables[name] = table
         self.executor.start(self._jobs())
 
@@ -217,25 +232,44 @@ class Conductor:
     def _train(self) -> None:
         self.phase = "training"
         config, board = self.config, self.board
-        first, lost = board.published, 0
+        first = board.published
+        if config.train.kl_coef > 0 and config.warmup and not (self.folder / reference.FOLDER).exists():
+            self._save(self.folder / reference.FOLDER)
         self._training_since = time.monotonic()
         steps = config.train.steps - self.steps_before
         control = StalenessController(config.prompts_per_step, steps, first=first)
         self._between_steps(control)
         while control.version < first + steps:
             self._fill(control)
-            seen = (control.version, lost)
-            self._wait(
-                lambda: (min(board.applied.values()), board.lost_groups) != seen,  # noqa: B023  called before seen changes
-                config.executor.wait_timeout,
-                f"step {control.version - first + 1 + self.steps_before} to be trained and its weights applied",
-            )
-            control.give_back(board.lost_groups - lost)
-            lost = board.lost_groups
+            self._wait_for_step(control)
+            control.give_back(board.lost_groups - control.given_back)
             self._guard(control)
-            if min(board.applied.values()) > control.version:
-                control.trained(min(board.applied.values()))
+            if board.published > control.version:
+                self._wait_applied()
+                control.trained(board.published)
                 self._between_steps(control)
+        self._drain()
+
+    def _wait_for_step(self, control: StalenessController) -> None:
+        """Wait until the step is trained, published and logged, or has lost a group that is to be replaced."""
+        board, version, lost = self.board, control.version, control.given_back
+        done = version - control.first
+        self._wait(
+            lambda: (board.published > version and board.batches["train"] > done) or board.lost_groups > lost,
+            self.config.executor.wait_timeout,
+            f"step {done + 1 + self.steps_before} to be trained",
+        )
+
+    def _drain(self) -> None:
+        """Let every stage finish with the rows that are trained."""
+        rows = self._tables["train"].ledger().admitted
+        sinks = [stage.name for stage in self.plan.tables["train"].stages if stage.build]
+        board = self.board
+        self._wait(
+            lambda: all(board.served[name] + board.dropped["train"] >= rows for name in sinks),
+            self.config.executor.wait_timeout,
+            "every stage to finish its last rows",
+        )
 
     def _fill(self, control: StalenessController) -> None:
         """Admit as many prompts as there is room for."""
@@ -271,7 +305,7 @@ class Conductor:
         if lost >= LOST_STEPS * self.config.prompts_per_step * step:
             dropped = self._tables["train"].ledger().dropped
             raise DataError(
-                f"step {step} cannot be filled: {lost} prompts have lost all of their responses "
+                f"step {step + self.steps_before} cannot be filled: {lost} prompts have lost all of their responses "
                 f"(rows dropped: {', '.join(f'{reason}: {rows}' for reason, rows in dropped.items())})"
             )
 
@@ -281,8 +315,14 @@ class Conductor:
         folder.parent.mkdir(parents=True, exist_ok=True)
         orders = {str(version): state for version, state in self._orders.items()}
         self.executor.send(TRAINER, Save(str(folder), {"orders": orders, "seed": self.config.seed}, final=final))
-        timeout = self.config.executor.wait_timeout
-        board.wait(lambda: str(folder) in board.saved, timeout, lambda: f"the trainer to save {folder}", stopping=final)
+        board.wait(
+            lambda: str(folder) in board.saved or TRAINER in board.finished,
+            self.config.executor.wait_timeout,
+            lambda: f"the trainer to save {folder}",
+            stopping=final,
+        )
+        if str(folder) not in board.saved:
+            raise CheckpointError(f"the trainer ended before it saved {folder}")
         self._tables["train"].commit("train", board.published)
 
     def _save_early(self) -> None:
@@ -295,13 +335,15 @@ class Conductor:
 
     def _close(self) -> None:
         self.phase = "ending"
-        for name in self.board.replicas:
-            self.executor.send(name, Stop())
-        if "train" in self._tables:
-            self.ledger = self._tables["train"].ledger()
-        self.queue.close()
-        self.executor.stop(self.config.executor.stop_timeout)
-        shutil.rmtree(self.folder / "weights", ignore_errors=True)
+        try:
+            for name in self.board.replicas:
+                self.executor.send(name, Stop())
+            if "train" in self._tables:
+                self.ledger = self._tables["train"].ledger()
+        finally:
+            self.queue.close()
+            self.executor.stop(self.config.executor.stop_timeout)
+            shutil.rmtree(self.folder / "weights", ignore_errors=True)
 
     # Smaller pieces.
 
@@ -332,7 +374,9 @@ class Conductor:
 
     def _note_step(self, event: Stepped) -> None:
         if event.table == "train":
-            self._stepped = event
+            lost = self.board.dropped["train"]
+            self._stepped = replace(event, metrics={**event.metrics, "rows_dropped": lost - self._lost_before})
+            self._lost_before = lost
         else:
             self.metrics.log(
                 "warmup", {"step": self.board.steps["warmup"] + 1, "version": event.version, **event.metrics}
@@ -341,11 +385,8 @@ class Conductor:
     def _log_step(self, event: Stepped) -> None:
         """Log a step once the trainer's time on it is known too."""
         self._stepped = None
-        dropped = self._tables["train"].ledger().dropped
         step = self.board.steps["train"] + self.steps_before
-        self.metrics.log(
-            "step", {"step": step, "version": event.version, **event.metrics, "rows_dropped": sum(dropped.values())}
-        )
+        self.metrics.log("step", {"step": step, "version": event.version, **event.metrics})
 
     def _retire(self, version: Version) -> None:
         if not self.board.behind(version):

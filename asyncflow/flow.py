@@ -32,12 +32,22 @@ Dataset = Sequence[Mapping[str, Any]]
 class Flow:
     """One run of one pipeline; start it once, from any thread."""
 
-    def __init__(self, config: Pipeline, *, dataset: Dataset | None = None, resume: Path | None = None) -> None:
-        """Check the configuration; `dataset` are the items of `data: {source: python}`."""
+    def __init__(
+        self,
+        config: Pipeline,
+        *,
+        dataset: Dataset | None = None,
+        resume: Path | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Check the configuration; `dataset` are the items of `data: {source: python}`.
+
+        With `resume`, a checkpoint, the run goes on in `folder`; else it gets one that is named in the configuration.
+        """
         self.config = config
         self.plan: Plan = plan(config)
         self._dataset, self._resume = dataset, resume
-        self.folder = _new_folder(Path(config.output.folder)) if resume is None else resume.parent
+        self.folder = folder if folder is not None else _free(Path(config.output.folder))
         self.metrics = Metrics(self.folder / "metrics.jsonl")
         self.conductor: Conductor | None = None
         self._thread = threading.Thread(target=self._run, name="asyncflow", daemon=True)
@@ -57,7 +67,7 @@ class Flow:
         config = load([folder / "config.yaml"], ()).pipeline
         if is_complete(folder):
             raise CheckpointError(f"the run in {folder} is complete: nothing is left to resume")
-        return cls(config, dataset=dataset, resume=found)
+        return cls(config, dataset=dataset, resume=found, folder=folder)
 
     @property
     def records(self) -> list[Record]:
@@ -123,11 +133,10 @@ class Flow:
             self.metrics.close()
 
     def _conduct(self) -> Summary:
-        self.folder.mkdir(parents=True, exist_ok=True)
         if self._resume is not None:
             self.metrics.restore(int(checkpoint.progress(self._resume)["version"]))
         else:
-            (self.folder / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+            self._claim()
         conductor = Conductor(self.config, self.folder, self.plan, self._materials, self.metrics, self._resume)
         self.conductor = conductor
         if self._stop_asked.is_set():
@@ -141,8 +150,22 @@ class Flow:
             since=conductor.steps_before,
             complete=complete,
         )
+        if conductor.too_long:
+            summary.values["data/left_out_as_too_long"] = conductor.too_long
         summary.write()
         return summary
+
+    def _claim(self) -> None:
+        """Take a folder that no other run has, by being the one that creates its configuration."""
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with (self.folder / "config.yaml").open("x", encoding="utf-8") as file:
+                    file.write(dump(self.config))
+                return
+            except FileExistsError:
+                self.folder = _free(Path(self.config.output.folder))
+                self.metrics.path = self.folder / "metrics.jsonl"
 
     def _materials(self) -> Materials:
         config, names = self.config, tokenizer(self.config.model)
@@ -158,12 +181,16 @@ class Flow:
 
 def newest_checkpoint(folder: Path) -> Path:
     """Return the checkpoint of a run that has the highest version; CheckpointError if there is none."""
-    found = [
-        path.parent for path in (*folder.glob("checkpoint/progress.json"), *folder.glob("checkpoints/*/progress.json"))
-    ]
+    found = checkpoints(folder)
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint")
     return max(found, key=lambda path: int(checkpoint.progress(path)["version"]))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the whole checkpoints of a run's folder."""
+    patterns = ("checkpoint/progress.json", ".checkpoint.old/progress.json", "checkpoints/step-*/progress.json")
+    return [path.parent for pattern in patterns for path in folder.glob(pattern)]
 
 
 def is_complete(folder: Path) -> bool:
@@ -172,7 +199,7 @@ def is_complete(folder: Path) -> bool:
     return path.exists() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
 
 
-def _new_folder(wanted: Path) -> Path:
+def _free(wanted: Path) -> Path:
     """Return the wanted folder, or the first numbered one beside it that holds no run."""
     folder, number = wanted, 1
     while (folder / "config.yaml").exists():

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkabl
 
 import numpy as np
 
-from asyncflow.errors import PipelineError, QueueClosed
+from asyncflow.errors import PipelineError, QueueClosed, WaitTimeout
 from asyncflow.execute.messages import Dropped, Event, Worked
 from asyncflow.pipeline import StageSpec
 from asyncflow.storage import Batch, TransferQueue
-from asyncflow.storage.client import Lease, Table
+from asyncflow.storage.client import Lease, Stream, Table
 from asyncflow.types import Int64s, Version
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
     with closing(stream), suppress(QueueClosed):
         while not context.stopping.is_set():
             started = time.monotonic()
-            lease = stream.next(timeout=context.config.executor.wait_timeout)
+            lease = _next(spec, table, stream, context.config.executor.wait_timeout)
             if lease is None:
                 return
             idle = time.monotonic() - started
@@ -173,6 +173,18 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
             context.emit(
                 Worked(spec.table, spec.name, context.replica, len(lease.rows), served.busy, idle, served.blocked)
             )
+
+
+def _next(spec: StageSpec, table: Table, stream: Stream, timeout: float) -> Lease | None:
+    """Wait for rows; the bound counts only while there are rows that the stage is to get and nobody holds."""
+    while True:
+        try:
+            return stream.next(timeout=timeout)
+        except WaitTimeout:
+            rows = table.status().tasks[spec.name]
+            if rows.leased or not rows.waiting + rows.blocked:
+                continue
+            raise
 
 
 class _Served:

@@ -18,7 +18,6 @@ from asyncflow.errors import StorageError, WireError
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.link import EmbeddedLink, Link, Pending
-from asyncflow.storage.remote import RemoteLink
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s, RowId
@@ -41,6 +40,8 @@ class TransferQueue:
         if url == "embedded://":
             return cls(EmbeddedLink())
         if url.startswith(("ipc://", "tcp://")):
+            from asyncflow.storage.remote import RemoteLink  # brings the sockets, which an embedded queue never needs
+
             return cls(RemoteLink(url, timeout))
         raise StorageError(f"{url!r} is no address of a queue: embedded://, ipc:///path or tcp://127.0.0.1:port")
 

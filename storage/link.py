@@ -7,13 +7,15 @@ passes the wait is cancelled, and the controller's own answer, which says what w
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.errors import StorageError, WaitTimeout
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.controller import Controller, Outcome
-from asyncflow.storage.server import Server
+
+if TYPE_CHECKING:
+    from asyncflow.storage.server import Server
 
 # How long the answer to a cancelled request may take before the peer counts as dead.
 GRACE = 10.0
@@ -88,6 +90,8 @@ class EmbeddedLink:
 
     def serve(self, url: str) -> str:
         """Let other processes of this host in at `url`."""
+        from asyncflow.storage.server import Server  # brings the sockets, which an embedded queue never needs
+
         server = Server(self._controller, url)
         self._servers.append(server)
         return server.url

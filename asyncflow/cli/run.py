@@ -13,7 +13,7 @@ from rich.console import Console
 from asyncflow.cli.validate import USAGE, split
 from asyncflow.config.load import load
 from asyncflow.errors import AsyncflowError, MissingDependency
-from asyncflow.flow import Flow
+from asyncflow.flow import Flow, checkpoints
 from asyncflow.observe import curves
 from asyncflow.observe.progress import closing, watch
 
@@ -51,7 +51,8 @@ def _follow(make: Callable[[], Flow], *, quiet: bool) -> int:
     console.print(closing(flow, time.monotonic() - started), highlight=False)
     if summary["complete"]:
         return 0
-    console.print(f"interrupted; go on with: asyncflow resume {flow.folder}", highlight=False)
+    hint = f"go on with: asyncflow resume {flow.folder}" if checkpoints(flow.folder) else "nothing was trained yet"
+    console.print(f"interrupted; {hint}", highlight=False)
     return INTERRUPTED
 
 

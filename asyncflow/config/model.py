@@ -263,7 +263,7 @@ class Stage(Section):
     """A stage of the user's own."""
 
     fn: str
-    """`module:function` or `file.py:function`, decorated with `asyncflow.stage` or with `reads` and `writes` here."""
+    """`module:function` or `file.py:function`, with `reads` and `writes` here or by the decorator `stage`."""
     reads: list[str] | None = None
     """Columns that it reads; by default those of the decorator."""
     writes: dict[str, str] | None = None

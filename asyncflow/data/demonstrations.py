@@ -11,7 +11,7 @@ from asyncflow.data.template import Template
 from asyncflow.data.tokenizer import answer_tokens
 from asyncflow.errors import DataError
 from asyncflow.seeds import mix
-from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.batch import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,8 +54,8 @@ def _answered(prompts: Batch, template: str) -> Batch:
 def _examples(prompts: Batch, tokenizer: "PreTrainedTokenizerBase") -> Batch:
     empty = [index for index, text in enumerate(prompts["answer_text"].strings()) if not text]
     if empty:
-        raise DataError(f"item {prompts['prompt_id'][empty[0]]} has no answer to warm up on: set data.answer")
-    answers = Column.of("list<int64>", answer_tokens(prompts, tokenizer))
-    mask = Column.ragged(np.ones(len(answers.values), dtype=np.uint8), answers.offsets, "list<uint8>")
+        raise DataError(f"item {prompts['prompt_id'].array[empty[0]]} has no answer to warm up on: set data.answer")
+    answers = answer_tokens(prompts, tokenizer)
+    mask = [np.ones(len(answer), dtype=np.uint8) for answer in answers]
     kept = prompts.select(("source", "prompt_id", "prompt_tokens"))
     return kept.with_columns({"response_tokens": answers, "response_mask": mask})

@@ -81,15 +81,15 @@ class LocalExecutor:
                 self._threads[job.name] = self._start_thread(job)
 
     def send(self, replica: str, command: Command) -> None:
-        """Pass a command on; one to a replica that has ended is lost, and its end is reported by its watcher."""
+        """Pass a command on; one to a replica that has ended, or never began, is lost, and its end reported apart."""
         if replica in self._threads:
             self._threads[replica][0].obey(command)
-        else:
+        elif replica in self._processes:
             with suppress(OSError):
                 self._processes[replica].connection.send(command)
 
     def stop(self, timeout: float) -> list[str]:
-        """Wait until every replica has ended, kill those that have not, and return the names of the killed."""
+        """Wait until every replica has ended, kill the processes that have not, and return who was late."""
         deadline = time.monotonic() + timeout
         killed = []
         for name, own in self._processes.items():
@@ -131,11 +131,13 @@ class LocalExecutor:
 
     def _watch(self, name: str, process: SpawnProcess, connection: Connection) -> None:
         said_so = False
-        with suppress(EOFError, OSError):
-            while True:
+        while True:
+            try:
                 event = connection.recv()
-                said_so |= isinstance(event, Failed | Finished)
-                self._report(name, event)
+            except (EOFError, OSError):
+                break
+            said_so |= isinstance(event, Failed | Finished)
+            self._report(name, event)
         process.join()
         if not said_so:
             self._report(name, Failed(f"its process {process.pid} ended by {_end(process.exitcode)}"))

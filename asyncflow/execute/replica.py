@@ -17,7 +17,8 @@ from typing import Protocol, runtime_checkable
 
 from asyncflow.config.importing import resolve
 from asyncflow.config.model import Pipeline
-from asyncflow.execute.messages import Command, Event, Failed, Finished, Ready, Stop
+from asyncflow.errors import StorageError
+from asyncflow.execute.messages import Apply, Command, Event, Failed, Finished, Ready, Stop
 from asyncflow.pipeline import StageSpec
 from asyncflow.stage import Context, FunctionStage, Resources, Stage, run
 from asyncflow.storage import TransferQueue
@@ -61,6 +62,7 @@ class Replica:
         self._stopping = threading.Event()
         self._failed = threading.Event()
         self._obeying = threading.Lock()
+        self.ready = False
 
     def serve(self) -> None:
         """Set up, serve until the data ends or the replica is stopped, close; never raises."""
@@ -70,6 +72,7 @@ class Replica:
             self._fail("setup")
             self._close()
             return
+        self.ready = True
         self._emit(Ready())
         for loop in loops:
             loop.start()
@@ -80,9 +83,11 @@ class Replica:
             self._emit(Finished())
 
     def obey(self, command: Command) -> None:
-        """Hand a command to every stage that takes commands; never raises."""
+        """Hand a command to every stage that takes commands; an error in one is reported as the replica's end."""
         if isinstance(command, Stop):
             self._stopping.set()
+        elif isinstance(command, Apply) and self._stopping.is_set():
+            return
         with self._obeying:
             for name, stage in list(self._stages.items()):
                 if isinstance(stage, Commanded):
@@ -146,20 +151,25 @@ def _serve(assignment: Assignment, url: str, connection: Connection) -> None:
         with sending:
             connection.send(event)
 
-    queue = TransferQueue.open(url, timeout=60.0)
-    replica = Replica(assignment, queue, emit)
-    threading.Thread(target=_listen, args=(connection, replica), name="commands", daemon=True).start()
-    replica.serve()
-    queue.close()
+    replicas: list[Replica] = []
+    threading.Thread(target=_listen, args=(connection, replicas), name="commands", daemon=True).start()
+    try:
+        with TransferQueue.open(url, timeout=assignment.config.executor.start_timeout) as queue:
+            replicas.append(Replica(assignment, queue, emit))
+            replicas[0].serve()
+    except StorageError:
+        emit(Failed(f"before its setup\n{traceback.format_exc()}"))
 
 
-def _listen(connection: Connection, replica: Replica) -> None:
+def _listen(connection: Connection, replicas: list[Replica]) -> None:
     while True:
         try:
             command = connection.recv()
         except (EOFError, OSError):
             os._exit(1)  # The parent is gone, and with it every reason to go on.
-        replica.obey(command)
+        if isinstance(command, Stop) and not (replicas and replicas[0].ready):
+            os._exit(0)  # Nothing is begun yet, and what is being loaded is not needed any more.
+        replicas[0].obey(command)
 
 
 def _limit_threads(count: int) -> None:

@@ -1,9 +1,9 @@
 """Starting a process that is safe to start from anywhere.
 
 Two things differ from plain `multiprocessing`. Ctrl-C reaches the whole process group, but only the main process
-answers it: children are born with SIGINT and SIGTERM blocked, so none dies while it still starts. Whoever spawns
-ends them by command, or by SIGKILL. And the user's script is
-not imported again in the child, so a script, a notebook or a prompt needs no `if __name__ == "__main__"`.
+answers it: children are born with SIGINT and SIGTERM blocked, so none dies while it still starts; whoever spawns
+ends them by command, or by SIGKILL. And the user's script is not imported again in the child, so a script, a
+notebook or a prompt needs no `if __name__ == "__main__"`.
 """
 
 import multiprocessing

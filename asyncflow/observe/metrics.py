@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -73,6 +73,8 @@ class Metrics:
         if worked.table != "train":
             return
         with self._lock:
+            if worked.stage not in self.stages:  # before its first rows a stage waited for the run to begin
+                worked = replace(worked, idle=0.0)
             self.stages.setdefault(worked.stage, StageTime()).add(worked)
             self._since[worked.stage] = self._since.get(worked.stage, 0.0) + worked.busy
 

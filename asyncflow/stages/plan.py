@@ -8,11 +8,13 @@ each phase waits for the whole phase before it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from asyncflow.backends import names
 from asyncflow.config.importing import resolve
 from asyncflow.config.model import Pipeline
 from asyncflow.config.model import Stage as StageConfig
-from asyncflow.errors import PipelineError
+from asyncflow.errors import ConfigError, PipelineError
 from asyncflow.pipeline import Graph, StageSpec, Take, graph
+from asyncflow.storage.schema import Schema
 
 PROMPT_COLUMNS = {
     "prompt_text": "string",
@@ -47,7 +49,12 @@ class Plan:
 
 def plan(config: Pipeline) -> Plan:
     """Derive the stages of every table, or raise PipelineError with each fault of the graph."""
+    for kind, name in (("infer", config.rollout.backend), ("train", config.train.backend)):
+        if name not in names(kind):
+            raise ConfigError(f"{kind} backend {name!r} does not exist; there are {', '.join(names(kind))}")
     tables = {"train": graph(_train(config))}
+    for found in tables.values():
+        Schema(dict(found.columns))
     if config.eval.rows:
         tables["eval"] = graph(_eval(config))
     if config.warmup:
@@ -158,7 +165,7 @@ def _own(stage: StageConfig) -> StageSpec:
     if reads is None or writes is None:
         raise PipelineError(
             f"stage {stage.fn} does not say which columns it reads and writes: "
-            "decorate it with @asyncflow.stage(reads=…, writes=…), or give reads and writes in the file"
+            "decorate it with @asyncflow.stage.stage(reads=…, writes=…), or give reads and writes in the file"
         )
     name = stage.fn.rpartition(":")[2]
     return StageSpec(name, tuple(reads), dict(writes), build=stage.fn, options=stage.options, take=_PHASE)

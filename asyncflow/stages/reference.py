@@ -1,40 +1,53 @@
-"""Reference: what the model that training began with says of each response token."""
+"""Reference: what the model that reinforcement learning began with says of each response token.
+
+That is the model of the configuration or, after a warm-up, the one that the flow keeps in the run's folder.
+"""
 
 from collections.abc import Mapping
 
 import numpy as np
 
 from asyncflow.backends import train_engine
-from asyncflow.backends.base import OptimSpec
+from asyncflow.backends.base import OptimSpec, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.stage import Context
 from asyncflow.stages.model import model_spec
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
+from asyncflow.types import Float32s
+
+FOLDER = "reference"
+"""Folder of a run that keeps the model after a warm-up, for a resumed run too."""
 
 
 class Reference:
     """Reads prompt and response tokens; writes `ref_logprobs`, at the sampling temperature."""
 
     def setup(self, context: Context) -> None:
-        config = context.config
-        self._budget = config.train.token_budget
-        self._engine = train_engine(config.train.backend)(
-            model_spec(config, tokenizer(config.model)),
+        self._config, self._kept = context.config, context.folder / FOLDER
+        self._tokenizer = tokenizer(context.config.model)
+        self._engine: TrainEngine | None = None
+
+    def process(self, batch: Batch) -> Mapping[str, Column]:
+        lengths = batch["response_tokens"].lengths.tolist()
+        found: list[Float32s] = [np.empty(0, dtype=np.float32)] * len(batch)
+        engine = self._engine = self._engine or self._load()
+        for micro_batch in engine.micro_batches(batch, self._config.train.token_budget, (), np.arange(len(batch))):
+            logprobs = engine.logprobs(micro_batch).numpy()
+            for row, own in zip(micro_batch.rows.tolist(), logprobs, strict=True):
+                found[row] = own[: lengths[row]]
+        return {"ref_logprobs": Column.of("list<float32>", found)}
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def _load(self) -> TrainEngine:
+        """Make the engine on the first batch: by then a warm-up has left the model that training begins with."""
+        config = self._config
+        return train_engine(config.train.backend)(
+            model_spec(config, self._tokenizer, self._kept if self._kept.exists() else None),
             optim=OptimSpec(),
             temperature=config.rollout.temperature,
             options=config.train.options,
         )
-
-    def process(self, batch: Batch) -> Mapping[str, Column]:
-        responses = batch["response_tokens"]
-        values = np.empty(len(responses.values), dtype=np.float32)
-        for micro_batch in self._engine.micro_batches(batch, self._budget, (), np.arange(len(batch))):
-            logprobs = self._engine.logprobs(micro_batch).numpy()
-            for row, own in zip(micro_batch.rows.tolist(), logprobs, strict=True):
-                start, end = responses.offsets[row : row + 2]
-                values[start:end] = own[: end - start]
-        return {"ref_logprobs": Column.ragged(values, responses.offsets, "list<float32>")}
-
-    def close(self) -> None:
-        self._engine.close()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from asyncflow.errors import RewardError
+from asyncflow.execute.messages import Command, Stop
 from asyncflow.rewards.pool import Outcome, RewardPool, Sample
 from asyncflow.rewards.spec import RewardSpec
 from asyncflow.stage import Context, Drop, Part
@@ -38,6 +39,11 @@ class Reward:
         reasons = np.array([outcome.status for outcome in outcomes])
         for reason in sorted(set(reasons[np.isnan(scores)].tolist())):
             yield Drop(np.flatnonzero(np.isnan(scores) & (reasons == reason)), f"reward_{reason}")
+
+    def command(self, command: Command) -> None:
+        """End what is being scored when the run ends early."""
+        if isinstance(command, Stop):
+            self._pool.close()
 
     def close(self) -> None:
         self._pool.close()

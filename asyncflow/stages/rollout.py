@@ -74,7 +74,7 @@ class Rollout:
             )
             for temperature in set(temperatures)
         }
-        prompts = batch["prompt_tokens"]
+        prompts = [np.asarray(tokens) for tokens in batch["prompt_tokens"]]
         return [
             Request(key, prompts[key], samplings[temperature], seed)
             for key, (temperature, seed) in enumerate(zip(temperatures, seeds.tolist(), strict=True))

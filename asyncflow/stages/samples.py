@@ -41,12 +41,12 @@ class Samples:
 
 
 def write(batch: Batch, path: Path) -> None:
-    """Write the rows with the version of their last token; the file appears whole or not at all."""
+    """Write the rows with the newest version among their tokens; the file appears whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    versions = batch["versions"]
-    last = np.array([own[-1] if len(own) else -1 for own in versions], dtype=np.int32)
+    versions, mask = batch["versions"].to_padded(fill=-1)
+    last = versions.max(axis=1, initial=-1, where=mask == 1).astype(np.int32)
     rows = batch.select(COLUMNS).with_columns({"version": last})
     partial = path.with_suffix(".partial")
     pq.write_table(pa.Table.from_batches([rows.to_arrow()]), partial)

@@ -8,7 +8,7 @@ from asyncflow import Flow
 pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
 
 STAGE = """
-from asyncflow import stage
+from asyncflow.stage import stage
 
 
 @stage(reads=["reward", "response_tokens"], writes={"shaped": "float64"})
