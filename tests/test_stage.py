@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asyncflow.config.model import Data, Model, Pipeline, Reward
-from asyncflow.errors import PipelineError
+from asyncflow.errors import PipelineError, WaitTimeout
 from asyncflow.execute.messages import Dropped, Worked
 from asyncflow.pipeline import StageSpec, Take
 from asyncflow.stage import Context, Done, Drop, FunctionStage, Part, run, stage
@@ -132,3 +132,29 @@ def test_a_durable_stage_that_gives_up_half_way_keeps_its_rows_undone(queue, tmp
 def test_the_end_of_the_data_ends_the_loop(queue, tmp_path):
     written, _ = serve(queue, spec(), FunctionStage(double), tmp_path, rows=1)
     assert written["y"].array.tolist() == [0]
+
+
+def impatient(tmp_path) -> Context:
+    config = CONFIG.model_copy(update={"executor": CONFIG.executor.model_copy(update={"wait_timeout": 0.05})})
+    return Context(config, "double-0", tmp_path, lambda event: None)
+
+
+def test_a_stage_without_rows_to_come_may_wait_longer_than_the_bound(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task("double", ("x",))
+
+    def late() -> None:
+        table.put(Batch({"x": np.arange(3)}))
+        table.seal()
+
+    threading.Timer(0.3, late).start()
+    run(spec(), FunctionStage(double), queue, impatient(tmp_path))
+    assert table.status().tasks["double"].done == 3
+
+
+def test_a_stage_whose_rows_never_become_ready_ends_with_what_is_missing(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task("double", ("y",))
+    table.put(Batch({"x": np.arange(3)}))
+    with pytest.raises(WaitTimeout, match=r"double.*y"):
+        run(StageSpec("double", ("y",), take=Take(rows=3)), FunctionStage(double), queue, impatient(tmp_path))

@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from asyncflow.execute.messages import Worked
+from asyncflow.observe.metrics import Metrics
+from asyncflow.observe.progress import Lines, number, sparkline
+from asyncflow.observe.summary import summarise
+from asyncflow.storage.status import Counts
+
+
+def worked(stage: str, busy: float, idle: float, table: str = "train") -> Worked:
+    return Worked(table, stage, f"{stage}-0", 8, busy, idle, 0.0)
+
+
+def step(number_: int, **more: float) -> dict[str, float]:
+    fixed = {"rows": 8, "tokens": 40, "reward_mean": 0.5, "staleness_min": 0, "staleness_mean": 0, "staleness_max": 0}
+    return {"step": number_, "version": number_ + 10, **fixed, **more}
+
+
+def test_each_record_is_a_line_and_what_is_not_a_number_is_null(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.log("step", {"step": 1, "loss": float("nan"), "reward": 0.5})
+    metrics.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["loss"] is None
+    assert record["reward"] == 0.5
+    assert "elapsed" in record["time"]
+
+
+def test_a_resumed_run_goes_on_with_the_records_up_to_its_checkpoint(tmp_path):
+    first = Metrics(tmp_path / "metrics.jsonl")
+    for count in (1, 2, 3):
+        first.log("step", step(count))
+    first.close()
+    second = Metrics(tmp_path / "metrics.jsonl")
+    second.restore(version=12)
+    second.log("step", step(3, reward_mean=0.9))
+    second.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reward_mean"]) for line in lines] == [(1, 0.5), (2, 0.5), (3, 0.9)]
+    assert [record["step"] for record in second.records] == [1, 2, 3]
+
+
+def test_only_the_train_table_counts_and_the_first_wait_does_not(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.worked(worked("reward", 1.0, 100.0))
+    metrics.worked(worked("reward", 1.0, 2.0))
+    metrics.worked(worked("reward", 50.0, 0.0, table="eval"))
+    assert metrics.stages["reward"].shares() == {"busy": 0.5, "idle": 0.5, "blocked": 0.0}
+
+
+def test_the_summary_measures_speed_over_the_steps_of_this_session(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for count in (1, 2, 3):
+        metrics.log("step", step(count))
+    metrics.log("eval", {"moment": "before", "accuracy": 0.1, "reward_mean": 0.2, "version": 0})
+    metrics.close()
+    summary = summarise(tmp_path, metrics, Counts(24, 24, {}, 0), seconds=2.0, since=1, complete=True)
+    assert summary["rows_per_s"] == 8.0
+    assert summary["eval/accuracy_before"] == 0.1
+    assert summary["ledger"] == {"admitted": 24, "done": 24, "dropped": {}, "live": 0}
+    summary.write()
+    assert json.loads((tmp_path / "summary.json").read_text())["complete"] is True
+
+
+def test_a_run_that_never_stepped_has_a_summary_too(tmp_path):
+    summary = summarise(tmp_path, Metrics(tmp_path / "m"), None, seconds=0.0, since=0, complete=False)
+    assert summary["steps"] == 0
+    assert summary["rows_per_s"] is None
+
+
+def test_plain_lines_show_evaluations_and_some_steps():
+    lines: list[str] = []
+    show = Lines(400, lines.append)
+    for count in range(1, 401):
+        show({"kind": "step", **step(count), "time": {"elapsed": 1.0}})
+    show({"kind": "eval", "moment": "after", "accuracy": 0.91, "rows": 200, "time": {}})
+    assert len(lines) == 41
+    assert lines[-1] == "eval after: accuracy 0.91 over 200 held-out prompts"
+
+
+@pytest.mark.parametrize(("values", "line"), [([1.0], "▁"), ([0.0, 1.0], "▁█"), ([2.0, 2.0, 2.0], "▁▁▁")])
+def test_sparklines(values, line):
+    assert sparkline(values) == line
+
+
+def test_numbers_are_short():
+    assert [number(None), number(0.12345), number(12345.6)] == ["–", "0.123", "12,346"]

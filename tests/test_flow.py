@@ -1,0 +1,44 @@
+"""What a flow refuses before it starts, and which checkpoint a resume takes."""
+
+import json
+
+import pytest
+
+from asyncflow.errors import CheckpointError, ConfigError
+from asyncflow.flow import Flow, newest_checkpoint
+
+
+def checkpoint(folder, version: int, **more: object) -> None:
+    folder.mkdir(parents=True)
+    (folder / "progress.json").write_text(json.dumps({"format": 1, "version": version, "step": version, **more}))
+
+
+def test_the_newest_checkpoint_counts_and_unfinished_ones_do_not(tmp_path):
+    checkpoint(tmp_path / "checkpoint", 4)
+    checkpoint(tmp_path / "checkpoints" / "step-000007", 7)
+    checkpoint(tmp_path / "checkpoints" / ".step-000009.123.partial", 9)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-000007"
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        Flow.resume(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"format": 99}', "[]"])
+def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path, damage):
+    checkpoint(tmp_path / "checkpoint", 4)
+    (tmp_path / "checkpoint" / "progress.json").write_text(damage)
+    with pytest.raises(CheckpointError):
+        newest_checkpoint(tmp_path)
+
+
+def test_an_unknown_backend_is_refused_with_those_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "p.yaml").write_text(
+        "model: {config: {model_type: qwen2}, tokenizer: characters}\ndata: {source: 'jsonl:data.jsonl'}\n"
+        "reward: {fn: exact_match}\nrollout: {backend: vlm}\n"
+    )
+    with pytest.raises(ConfigError, match="infer backend 'vlm' does not exist; there are transformers"):
+        Flow.from_yaml("p.yaml")
