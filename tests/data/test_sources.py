@@ -114,3 +114,13 @@ def test_reasoning_gym_makes_items_and_scores_them():
     assert lines[:2] == ["[1.0, 1.0] True"] * 2
     assert lines[2].endswith("no task 'chain_sums' - did you mean 'chain_sum'?")
     assert lines[3].startswith("data.options do not fit the reasoning_gym task chain_sum: ")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_hugging_face_dataset_is_a_source():
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"prompt": "1+1", "answer": "2", "extra": {"level": 1}},
+        {"prompt": "2+2", "answer": "4", "extra": {"level": 2}},
+    ]
+    assert items(Data(source="python"), datasets.Dataset.from_list(rows)) == rows
