@@ -42,10 +42,12 @@ def progress(folder: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no progress.json") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not of format {FORMAT}, which this version reads")
+    if not isinstance(record.get("version"), int):
+        raise CheckpointError(f"{path} is damaged: it names no version")
     return record
 
 

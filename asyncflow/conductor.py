@@ -152,7 +152,8 @@ class Conductor:
                 if stage.build:
                     sampler = "group" if stage.take.groups else "fifo"
                     lease = self.config.executor.wait_timeout
-                    table.task(stage.name, stage.reads, sampler=sampler, lease_seconds=lease, durable=stage.durable)
+                    reads = [column for column in stage.reads if column != "row"]  # the stage loop adds it
+                    table.task(stage.name, reads, sampler=sampler, lease_seconds=lease, durable=stage.durable)
             self._tables[name] = table
         self.executor.start(self._jobs())
 

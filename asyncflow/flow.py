@@ -21,7 +21,7 @@ from asyncflow.config.schema import dump
 from asyncflow.data.prompts import Prompts, prompts
 from asyncflow.data.sources import items
 from asyncflow.data.tokenizer import tokenizer
-from asyncflow.errors import CheckpointError, WaitTimeout
+from asyncflow.errors import CheckpointError, ConfigError, WaitTimeout
 from asyncflow.observe.metrics import Metrics, Record
 from asyncflow.observe.summary import Summary, summarise
 from asyncflow.stages import Plan, plan
@@ -158,14 +158,16 @@ class Flow:
     def _claim(self) -> None:
         """Take a folder that no other run has, by being the one that creates its configuration."""
         while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
             try:
+                self.folder.mkdir(parents=True, exist_ok=True)
                 with (self.folder / "config.yaml").open("x", encoding="utf-8") as file:
                     file.write(dump(self.config))
                 return
             except FileExistsError:
                 self.folder = _free(Path(self.config.output.folder))
                 self.metrics.path = self.folder / "metrics.jsonl"
+            except OSError as error:
+                raise ConfigError(f"output.folder: {self.folder} cannot be made: {error.strerror}") from error
 
     def _materials(self) -> Materials:
         config, names = self.config, tokenizer(self.config.model)
@@ -195,12 +197,18 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def is_complete(folder: Path) -> bool:
     """Whether the run of a folder came to its end."""
-    path = folder / "summary.json"
-    return path.exists() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
+    try:
+        values = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False  # The summary is the last thing that a run writes.
+    return isinstance(values, dict) and bool(values.get("complete"))
 
 
 def _free(wanted: Path) -> Path:
     """Return the wanted folder, or the first numbered one beside it that holds no run."""
+    blocked = next((path for path in (wanted, *wanted.parents) if path.exists() and not path.is_dir()), None)
+    if blocked is not None:
+        raise ConfigError(f"output.folder: {blocked} is not a folder")
     folder, number = wanted, 1
     while (folder / "config.yaml").exists():
         number += 1

@@ -10,8 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 
 from asyncflow.errors import PipelineError
 
-IDENTITY = ("source", "prompt_id", "group_id", "rollout_id", "segment")
-"""Columns that every row has from its admission."""
+IDENTITY = ("source", "prompt_id", "group_id", "rollout_id", "segment", "row")
+"""Columns that every row has from its admission; `row` is its key, which the stage loop adds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,11 @@ def stage(*, reads: Iterable[str], writes: Mapping[str, str]) -> Callable[[Funct
     mapping with the columns of `writes` (name to dtype), one value a row.
     """
 
+    if isinstance(reads, str) or not all(isinstance(name, str) for name in (*reads, *writes, *writes.values())):
+        raise PipelineError(
+            "a stage reads a list of column names, and writes a mapping of names to dtypes, all of them text"
+        )
+
     def declare(function: Function) -> Function:
         function.asyncflow_reads = tuple(reads)  # type: ignore[attr-defined]
         function.asyncflow_writes = dict(writes)  # type: ignore[attr-defined]

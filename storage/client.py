@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from asyncflow.errors import StorageError, WireError
+from asyncflow.errors import SchemaError, StorageError, WireError
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.link import EmbeddedLink, Link, Pending
@@ -161,6 +161,9 @@ class Table:
         has not done is ready. `credit` is how many batches may be asked for at once: 1 leases nothing before
         `next` wants it; with more, so many less one are fetched ahead.
         """
+        for name, wish in (("rows", rows), ("groups", groups), ("credit", credit)):
+            if wish is not None and (isinstance(wish, bool) or not isinstance(wish, int | np.integer)):
+                raise SchemaError(f"{name} of a stream: expected a whole number, found {wish!r}")
         request = wire.OpenStream(self.name, task, rows, groups, partial, whole, consumer)
         opened = _call(self._link, request, wire.Opened)
         return Stream(self._link, self.name, opened.stream, credit)
@@ -291,4 +294,7 @@ def _present(value: T | None) -> T:
 
 
 def _pack(rows: RowList) -> bytes:
-    return wire.pack(np.asarray(rows, dtype=np.int64).reshape(-1))
+    found = np.asarray(rows).reshape(-1)
+    if found.size and found.dtype.kind not in "iu":
+        raise SchemaError(f"row ids are whole numbers, found {found.dtype}")
+    return wire.pack(found.astype(np.int64))

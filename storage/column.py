@@ -304,8 +304,9 @@ def _numbers(data: Sequence[Any], kind: DType) -> Values:
     try:
         plain = np.asarray(data)
         exact = len(plain) == 0 or plain.dtype.kind in _TAKES[kind.item.kind]
-        values = np.array(data, dtype=kind.item) if exact and kind.logical != "bfloat16" else None
-    except (ValueError, TypeError, OverflowError) as error:
+        with np.errstate(over="raise"):
+            values = np.array(data, dtype=kind.item) if exact and kind.logical != "bfloat16" else None
+    except (FloatingPointError, ValueError, TypeError, OverflowError) as error:
         raise SchemaError(f"the values do not fit a column of {kind.name}: {error}") from error
     if values is None:
         raise SchemaError(f"values of {plain.dtype} do not fit a column of {kind.name}")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from asyncflow.errors import CheckpointError, ConfigError
-from asyncflow.flow import Flow, newest_checkpoint
+from asyncflow.flow import Flow, is_complete, newest_checkpoint
 
 
 def checkpoint(folder, version: int, **more: object) -> None:
@@ -25,12 +25,20 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
         Flow.resume(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"format": 99}', "[]"])
+@pytest.mark.parametrize("damage", ["", "{", '{"format": 99}', "[]", '{"format": 1}', '{"format": 1, "version": "x"}'])
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path, damage):
     checkpoint(tmp_path / "checkpoint", 4)
     (tmp_path / "checkpoint" / "progress.json").write_text(damage)
     with pytest.raises(CheckpointError):
         newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "complete"), [("{", False), ("{}", False), ("[]", False), ('{"complete": true}', True)]
+)
+def test_a_run_is_complete_only_if_its_summary_says_so(tmp_path, text, complete):
+    (tmp_path / "summary.json").write_text(text)
+    assert is_complete(tmp_path) == complete
 
 
 def test_an_unknown_backend_is_refused_with_those_there_are(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ RULES = {
         "asyncflow.types",
         "asyncflow.algorithms.options",
         "asyncflow.rewards.signature",
+        "asyncflow.data.template",
     },
 }
 

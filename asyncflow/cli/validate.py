@@ -14,8 +14,15 @@ USAGE = 2
 
 def split(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Part files from overrides: what holds a `=` and is not a file that exists is an override."""
-    files = [argument for argument in arguments if "=" not in argument or Path(argument).exists()]
+    files = [argument for argument in arguments if "=" not in argument or _exists(argument)]
     return [Path(file) for file in files], [argument for argument in arguments if argument not in files]
+
+
+def _exists(argument: str) -> bool:
+    try:
+        return Path(argument).exists()
+    except OSError:  # longer than a file name may be
+        return False
 
 
 def validate(arguments: Sequence[str]) -> int:

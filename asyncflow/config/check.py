@@ -15,6 +15,8 @@ from asyncflow.config.document import Route
 from asyncflow.config.model import Pipeline
 from asyncflow.config.names import hint, nearest
 from asyncflow.config.sources import FILE_SCHEMES, GENERATED_SCHEMES, SCHEMES, scheme
+from asyncflow.data.template import Template
+from asyncflow.errors import ConfigError
 
 BUILT_IN_REWARDS = ("exact_match", "char_match", "reasoning_gym")
 
@@ -34,7 +36,7 @@ def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     return [
         problem
-        for part in (_model, _data, _eval, _reward, _stages, _batch, _algorithm, _schedule)
+        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule)
         for problem in part(pipeline)
     ]
 
@@ -90,8 +92,27 @@ def _data(pipeline: Pipeline) -> Iterator[Problem]:
     kind, _ = scheme(data.source)
     if kind in GENERATED_SCHEMES and data.size is None:
         yield Problem(("data", "source"), f"{kind} makes items without end: give `data.size`", uses=(("data", "size"),))
+    for route, template in _templates(pipeline):
+        try:
+            Template(template)
+        except ConfigError as error:
+            yield Problem(route, str(error))
     if data.options and kind in (*FILE_SCHEMES, "python"):
         yield Problem(("data", "options"), f"{kind} takes no options", uses=(("data", "source"),), at="key")
+
+
+def _templates(pipeline: Pipeline) -> Iterator[tuple[Route, str]]:
+    yield ("data", "prompt"), pipeline.data.prompt
+    yield ("data", "answer"), pipeline.data.answer
+    for number, template in enumerate((pipeline.warmup.answers if pipeline.warmup else None) or ()):
+        yield ("warmup", "answers", number), template
+
+
+def _stop(pipeline: Pipeline) -> Iterator[Problem]:
+    known = set(pipeline.model.characters)
+    for number, text in enumerate(pipeline.rollout.stop):
+        if pipeline.model.tokenizer == "characters" and text not in known:
+            yield Problem(("rollout", "stop", number), f"{text!r} is not one of the characters of this tokenizer")
 
 
 def _source(route: Route, source: str) -> Iterator[Problem]:

@@ -94,6 +94,10 @@ def parse(text: str, start: Place) -> Document:
         document.faults.append(Fault(_at(start, mark), f"not valid YAML: {error.problem or error.context}"))
         document.broken = True
         return document
+    except RecursionError:
+        document.faults.append(Fault(start, "not readable: nested too deeply"))
+        document.broken = True
+        return document
     except yaml.YAMLError as error:
         document.faults.append(Fault(start, f"not valid YAML: {' '.join(str(error).split())}"))
         document.broken = True

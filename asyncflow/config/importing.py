@@ -98,7 +98,7 @@ def _file_module(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"{file}: importing it failed: {_last(error)}") from error
     return module
@@ -113,7 +113,7 @@ def _module(where: str, folder: str | Path | None) -> ModuleType:
         _append(beside)
     try:
         return importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: importing it failed: {_last(error)}") from error
 
 

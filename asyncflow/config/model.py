@@ -127,7 +127,7 @@ class Warmup(Section):
     """Examples in each step."""
     lr: Positive = 1e-3
     """Peak learning rate of the warm-up, under the schedule of `train`."""
-    answers: list[str] | None = None
+    answers: Annotated[list[str], Field(min_length=1)] | None = None
     """Templates of demonstrated answers, one drawn for each example; by default `data.answer` alone."""
 
 

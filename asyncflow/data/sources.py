@@ -72,6 +72,8 @@ def _jsonl(file: Path) -> Iterator[Item]:
                 raise DataError(f"{file}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
             except json.JSONDecodeError as error:
                 raise DataError(f"{file}:{number}:{error.colno}: not valid JSON: {error.msg}") from None
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{file}:{number}: not readable as JSON: {error}") from None
             if not isinstance(item, dict):
                 raise DataError(f"{file}:{number}: expected a JSON object, found {type(item).__name__}")
             yield item
@@ -93,7 +95,11 @@ def _reasoning_gym(task: str, data: Data, seed: int) -> Iterator[Item]:
     dataset = task_dataset(task, data.options, data.size or 0, seed)
     if not data.size:
         raise DataError(f"{data.source} makes items without end: give data.size")
-    return (dict(dataset[i]) for i in range(data.size))
+    for index in range(data.size):
+        try:
+            yield dict(dataset[index])
+        except (TypeError, ValueError, IndexError, AssertionError) as error:
+            raise DataError(f"data.options do not fit the reasoning_gym task {task}: {error}") from error
 
 
 def task_dataset(task: str, options: Mapping[str, Any], size: int, seed: int) -> Any:

@@ -24,7 +24,9 @@ class Summary:
 
     def write(self) -> None:
         """Write `summary.json`."""
-        (self.folder / "summary.json").write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+        partial = self.folder / "summary.partial"
+        partial.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.folder / "summary.json")
 
 
 def summarise(

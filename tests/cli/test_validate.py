@@ -18,6 +18,9 @@ train: {steps: 5}
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\ndef f(batch):\n    return {}\n")
+    odd = "from asyncflow.stage import stage\n@stage(reads='abc', writes={})\ndef f(batch):\n    return {}\n"
+    (tmp_path / "odd.py").write_text(odd)
     (tmp_path / "mine.py").write_text("def twice(batch):\n    return {}\n")
     return tmp_path
 
@@ -53,6 +56,14 @@ def test_a_good_file_shows_its_graph(folder, capsys):
             "has two writers: reward and twice",
         ),
         ("stages: [{fn: mine.py:twice, reads: [advantage], writes: {x: float64}}]\ntrain: {reward: x}", "cycle"),
+        ("stages: [{fn: mine.py:twice, reads: [reward], writes: {row: float64}}]", "writes the identity column row"),
+        (
+            "train: {steps: 5}\n\nwarmup: {steps: 1, answers: ['{x!r}']}",
+            "p.yaml:8:30: warmup.answers[0]",
+        ),
+        ("stages: [{fn: leaves.py:f}]", "leaves.py: importing it failed: SystemExit"),
+        ("stages: [{fn: odd.py:f}]", "a stage reads a list of column names"),
+        ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("stages: [{fn: mine.py:twice}]", "does not say which columns it reads and writes"),
     ],
 )

@@ -74,7 +74,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end_as_an_uninterrupted_one(pipe
     process = command("run", path)
     until(process, "step 5/40")
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=280)
     assert process.returncode == 130, output
     assert "asyncflow resume" in output
     assert nobody_left(process)
@@ -94,7 +94,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_failure(pipeline):
     process = command("run", pipeline(train={"steps": 500}))
     until(process, "step 12/500")
     os.kill(named(process, "libtorch"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=280)
     assert process.returncode == 1, output
     assert "ended by signal SIGKILL" in output
     assert "rollout-0" in output or "trainer-0" in output
@@ -105,7 +105,7 @@ def test_a_killed_main_process_takes_its_replicas_with_it(pipeline):
     process = command("run", pipeline(train={"steps": 500}))
     until(process, "step 12/500")
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=280)
     assert nobody_left(process)
 
 
@@ -120,7 +120,7 @@ def test_a_mistake_in_the_reward_ends_the_run_with_its_message(pipeline, tmp_pat
     path = pipeline(warmup=None)
     (tmp_path / "rewards.py").write_text(source)
     process = command("run", path)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=280)
     assert process.returncode == 1, output
     assert message in output
     assert nobody_left(process)
@@ -131,7 +131,7 @@ def test_a_prompt_file_with_a_bad_line_is_named_with_the_line(pipeline, tmp_path
     with (tmp_path / "words.jsonl").open("a") as file:
         file.write("{not json\n")
     process = command("run", path)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=280)
     assert process.returncode == 1, output
     assert "words.jsonl:31" in output
     assert nobody_left(process)
