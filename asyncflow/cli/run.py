@@ -33,7 +33,8 @@ def resume(folder: Path, *, quiet: bool) -> int:
 
 
 def _follow(make: Callable[[], Flow], *, quiet: bool) -> int:
-    console, started = Console(), time.monotonic()
+    terminal = sys.stdout.isatty()
+    console, started = Console(width=None if terminal else 120, soft_wrap=not terminal), time.monotonic()
     try:
         flow = make()
     except AsyncflowError as error:
@@ -44,7 +45,7 @@ def _follow(make: Callable[[], Flow], *, quiet: bool) -> int:
         flow.join()
     try:
         summary = flow.wait()
-    except AsyncflowError as error:
+    except (AsyncflowError, OSError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return FAILED
     _draw(flow)
