@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETTINGS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: run test lint type bench clean
+.PHONY: run test lint type bench clean .types
 
 run: .venv/.run ; $(BIN)/asyncflow run examples/quickstart.yaml
 test: .venv/.dev ; $(BIN)/python -m pytest
