@@ -12,8 +12,6 @@ from asyncflow import Flow
 
 pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
 
-NUMBERS = ("accuracy", "reward_mean")
-
 
 def timeless(folder: Path) -> list[dict[str, object]]:
     """The records of a run without what the clock decides."""
