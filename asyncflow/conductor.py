@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from asyncflow.data.demonstrations import Demonstrations
 from asyncflow.data.order import Order
 from asyncflow.data.prompts import Prompts
 from asyncflow.errors import CheckpointError, DataError, StorageError
+from asyncflow.evaluation import evaluate
 from asyncflow.execute.local import LocalExecutor, assignments
 from asyncflow.execute.messages import Applied, Apply, Event, Failed, Publish, Published, Save, Stepped, Stop, Worked
 from asyncflow.execute.replica import Assignment
 from asyncflow.observe.metrics import Metrics
+from asyncflow.observe.steps import StepLog
 from asyncflow.seeds import mix
 from asyncflow.stages import reference
 from asyncflow.stages.plan import Plan
@@ -58,7 +60,7 @@ class Conductor:
     folder: Path
     plan: Plan
     prepare: Callable[[], Materials]
-    """Loads prompts and tokenizer; called while the replicas start."""
+    """Loads prompts and tokenizer; called while the libraries of the engines are loaded."""
     metrics: Metrics
     resume: Path | None = None
     phase: str = field(default="starting", init=False)
@@ -78,8 +80,7 @@ class Conductor:
     _warmups_before: int = field(default=0, init=False)
     _retired: Version = field(default=0, init=False)
     _training_since: float = field(default=0.0, init=False)
-    _stepped: Stepped | None = field(default=None, init=False)
-    _lost_before: int = field(default=0, init=False)
+    _steps: StepLog = field(init=False)
 
     def __post_init__(self) -> None:
         jobs = self._jobs()
@@ -88,6 +89,7 @@ class Conductor:
             engines=tuple(job.name for job in jobs if job.specs[0].host == "rollout"),
             group_size=self.config.train.group_size,
         )
+        self._steps = StepLog(self.metrics)
         self.queue = TransferQueue.open("embedded://")
         self.executor = LocalExecutor(self.queue, self.report)
 
@@ -99,8 +101,9 @@ class Conductor:
     def run(self) -> bool:
         """Conduct the run to its end; False if it was stopped before. Whatever happens, nothing is left running."""
         try:
-            self._start()
+            self.executor.warm()
             self.materials = self.prepare()
+            self._start()
             self._await_replicas()
             self._publish()
             self._evaluate("before")
@@ -127,11 +130,9 @@ class Conductor:
 
     def _take(self, replica: str, event: Event) -> None:
         if isinstance(event, Stepped):
-            self._note_step(event)
+            self._steps.stepped(event, self.board)
         elif isinstance(event, Worked):
-            self.metrics.worked(event)
-            if event.stage == "train" and self._stepped is not None:
-                self._log_step(self._stepped)
+            self._steps.worked(event, self.board, self.steps_before)
         self.board.take(replica, event)
         if isinstance(event, Published) and not self.board.stopping:
             for engine in self.board.engines:
@@ -184,29 +185,10 @@ class Conductor:
         if held_out is None or any(record["moment"] == moment for record in self.metrics.of("eval")):
             return
         self.phase = f"evaluating {moment}"
-        started = time.monotonic()
-        board, rows = self.board, len(held_out)
-        with board.changed:
-            board.rewards.clear()
-            lost_before = board.dropped["eval"]
-        self._tables["eval"].put(self._prompt_batch(held_out.batch, self.config.eval.temperature, 0))
-        self._wait(
-            lambda: sum(map(len, board.rewards)) + board.dropped["eval"] - lost_before >= rows,
-            self.config.executor.wait_timeout,
-            f"{rows} held-out responses",
-        )
-        rewards = np.sort(np.concatenate([*board.rewards, np.empty(0)]))
-        values = {
-            "moment": moment,
-            "version": board.published,
-            "rows": len(rewards),
-            "unscored": rows - len(rewards),
-            "accuracy": float((rewards >= self.config.eval.correct_at).mean()) if len(rewards) else float("nan"),
-            "reward_mean": float(rewards.mean()) if len(rewards) else float("nan"),
-        }
-        if step is not None:
-            values["step"] = step
-        self.metrics.log("eval", values, {"seconds": time.monotonic() - started})
+        prompts = self._prompt_batch(held_out.batch, self.config.eval.temperature, 0)
+        values, clock = evaluate(self.board, self._tables["eval"], prompts, self.config)
+        extra = {} if step is None else {"step": step}
+        self.metrics.log("eval", {"moment": moment, **values, **extra}, clock)
 
     def _warm_up(self) -> None:
         warmup = self.config.warmup
@@ -262,7 +244,7 @@ class Conductor:
         )
 
     def _drain(self) -> None:
-        """Let every stage finish with the rows that are trained."""
+        """Let every stage finish with the rows that are trained: nothing of them is done again after a checkpoint."""
         rows = self._tables["train"].ledger().admitted
         sinks = [stage.name for stage in self.plan.tables["train"].stages if stage.build]
         board = self.board
@@ -280,6 +262,8 @@ class Conductor:
         control.admit(groups)
         chosen = self.materials.prompts.batch.take(self._order.take(groups))
         batch = self._prompt_batch(chosen, self.config.rollout.temperature, self._admitted)
+        # Numbered over the whole run, so that the groups of a resumed one are not taken for earlier ones.
+        batch = batch.with_columns({"group_id": np.arange(self._admitted, self._admitted + groups)})
         self._admitted += groups
         self._note_position(control.version + 1)
         self._tables["train"].put(batch, repeat=self.config.train.group_size)
@@ -293,6 +277,7 @@ class Conductor:
             if self.config.eval.every and step % self.config.eval.every == 0:
                 self._evaluate(f"step_{step}", step)
             if output.checkpoint_every and step % output.checkpoint_every == 0 and control.version > control.first:
+                self._drain()
                 self._save(self.folder / "checkpoints" / f"step-{step:06d}")
                 checkpoint.prune(self.folder / "checkpoints", output.keep_checkpoints)
         if not output.checkpoint_every:
@@ -327,12 +312,25 @@ class Conductor:
         self._tables["train"].commit("train", board.published)
 
     def _save_early(self) -> None:
-        """Leave a checkpoint of what is trained, if there is a trainer to ask."""
+        """Leave a checkpoint of what is trained, if there is a trainer to ask, and let nothing of it be missing."""
+        sinks = self._sinks()
         for name in self.board.replicas:
-            if name != TRAINER:
+            if name != TRAINER and name.rpartition("-")[0] not in sinks:
                 self.executor.send(name, Stop())
         if TRAINER in self.board.ready and TRAINER not in self.board.finished:
             self._save(self.folder / "checkpoint", final=True)
+            board = self.board
+            board.wait(
+                lambda: all(board.batches[name] >= board.batches["train"] for name in sinks),
+                self.config.executor.wait_timeout,
+                lambda: f"{', '.join(sinks)} to finish the trained rows",
+                stopping=True,
+            )
+
+    def _sinks(self) -> list[str]:
+        """Stages that only look at what is trained."""
+        found = self.plan.tables["train"].stages
+        return [stage.name for stage in found if stage.build and not stage.writes and not stage.durable]
 
     def _close(self) -> None:
         self.phase = "ending"
@@ -372,22 +370,6 @@ class Conductor:
                 "seed": mix(self.config.seed, numbers),
             }
         )
-
-    def _note_step(self, event: Stepped) -> None:
-        if event.table == "train":
-            lost = self.board.dropped["train"]
-            self._stepped = replace(event, metrics={**event.metrics, "rows_dropped": lost - self._lost_before})
-            self._lost_before = lost
-        else:
-            self.metrics.log(
-                "warmup", {"step": self.board.steps["warmup"] + 1, "version": event.version, **event.metrics}
-            )
-
-    def _log_step(self, event: Stepped) -> None:
-        """Log a step once the trainer's time on it is known too."""
-        self._stepped = None
-        step = self.board.steps["train"] + self.steps_before
-        self.metrics.log("step", {"step": step, "version": event.version, **event.metrics})
 
     def _retire(self, version: Version) -> None:
         if not self.board.behind(version):

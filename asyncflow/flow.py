@@ -170,8 +170,9 @@ class Flow:
                 raise ConfigError(f"output.folder: {self.folder} cannot be made: {error.strerror}") from error
 
     def _materials(self) -> Materials:
-        config, names = self.config, tokenizer(self.config.model)
-        found = prompts(items(config.data, self._dataset, config.seed), names, config.data, config.data.source)
+        config, read = self.config, items(self.config.data, self._dataset, self.config.seed)
+        names = tokenizer(config.model)  # after the items, in which mistakes are likelier and found sooner
+        found = prompts(read, names, config.data, config.data.source)
         held_out: Prompts | None = None
         if config.eval.source is not None:
             other = config.data.model_copy(update={"source": config.eval.source, "size": config.eval.rows})

@@ -165,7 +165,7 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
         partial=take.partial,
         consumer=context.replica,
     )
-    with closing(stream), suppress(QueueClosed):
+    with suppress(QueueClosed), closing(stream):
         while not context.stopping.is_set():
             started = time.monotonic()
             lease = _next(spec, table, stream, context.config.executor.wait_timeout)

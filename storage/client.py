@@ -104,7 +104,8 @@ class Table:
 
         With `repeat` each row of the batch becomes a group of so many rows that share its cells, which are
         stored once. The queue fills in identity columns that the batch does not have: source "", prompt_id
-        -1, a new group_id for each row of the batch, rollout_id 0 to repeat - 1, segment 0.
+        -1, a new group_id for each row of the batch, rollout_id 0 to repeat - 1, segment 0; with `repeat`
+        the last two are always filled in.
         """
         request = wire.Put(self.name, secrets.token_bytes(16), repeat)
         rows = _call(self._link, request, wire.Rows, Batch.of(self.schema, batch), timeout)

@@ -64,11 +64,13 @@ class Store:
         self.schema.check(batch.dtypes)
         if repeat < 1:
             raise SchemaError(f"repeat is at least 1, not {repeat}")
-        assigned = {"group_id", "rollout_id", "segment"} & set(batch.names)
+        assigned = {"rollout_id", "segment"} & set(batch.names)
         if repeat > 1 and assigned:
             raise SchemaError(f"with repeat the queue assigns {', '.join(sorted(assigned))}")
         if "group_id" in batch and np.any(batch["group_id"].array >= _MAX_GROUP):
             raise SchemaError(f"group ids are below {_MAX_GROUP}")
+        if "group_id" in batch and repeat > 1 and len(np.unique(batch["group_id"].array)) != len(batch):
+            raise SchemaError("with repeat each row of the batch is a group of its own: a group_id stands twice")
         if len(batch) * repeat > MAX_ROWS:
             raise CapacityExceeded(f"{len(batch)} rows {repeat} times; one put has at most {MAX_ROWS} rows")
         intake = _intake(batch, repeat, put_id)

@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from asyncflow.config.model import Pipeline
 from asyncflow.execute.messages import Command, Event, Failed, Finished
 from asyncflow.execute.replica import Assignment, Replica, main
-from asyncflow.execute.spawn import pipe, spawn
+from asyncflow.execute.spawn import fork, pipe, warm
 from asyncflow.pipeline import StageSpec
 from asyncflow.storage import TransferQueue
 
@@ -55,7 +55,7 @@ def _threads(config: Pipeline, engines: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    process: SpawnProcess
+    process: ForkServerProcess
     connection: Connection
     watcher: threading.Thread
 
@@ -68,6 +68,10 @@ class LocalExecutor:
         self._folder = tempfile.TemporaryDirectory(prefix="asyncflow-")
         self._processes: dict[str, _Process] = {}
         self._threads: dict[str, tuple[Replica, threading.Thread]] = {}
+
+    def warm(self) -> None:
+        """Begin with what takes longest in a start; returns at once."""
+        warm()
 
     def start(self, jobs: Sequence[Assignment]) -> None:
         """Start every replica; each reports Ready or Failed."""
@@ -115,7 +119,7 @@ class LocalExecutor:
 
     def _start_process(self, job: Assignment, url: str) -> _Process:
         ours, theirs = pipe()
-        process = spawn(main, (job, url, theirs), job.name)
+        process = fork(main, (job, url, theirs), job.name)
         theirs.close()
         watcher = threading.Thread(
             target=self._watch, args=(job.name, process, ours), name=f"watch:{job.name}", daemon=True
@@ -129,7 +133,7 @@ class LocalExecutor:
         thread.start()
         return replica, thread
 
-    def _watch(self, name: str, process: SpawnProcess, connection: Connection) -> None:
+    def _watch(self, name: str, process: ForkServerProcess, connection: Connection) -> None:
         said_so = False
         while True:
             try:

@@ -5,6 +5,7 @@ first error ends the replica and travels to the flow as text, with the stage's n
 """
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -139,6 +140,8 @@ class Replica:
 
 def main(assignment: Assignment, url: str, connection: Connection) -> None:
     """Run a replica as the main function of a process; ends when its data ends or when the parent is gone."""
+    # Ctrl-C is for the main process to answer, also where a program of the user's started the fork server before.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     sys.path.insert(0, os.getcwd())
     _limit_threads(assignment.threads)
     _serve(assignment, url, connection)
@@ -173,9 +176,6 @@ def _listen(connection: Connection, replicas: list[Replica]) -> None:
 
 
 def _limit_threads(count: int) -> None:
-    # Read when the library is loaded: threads that wait by spinning starve the other engines of this machine.
-    os.environ.update(OMP_NUM_THREADS=str(count), OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
-    os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
     import torch
 
     torch.set_num_threads(count)

@@ -4,6 +4,9 @@ Two things differ from plain `multiprocessing`. Ctrl-C reaches the whole process
 answers it: children are born with SIGINT and SIGTERM blocked, so none dies while it still starts; whoever spawns
 ends them by command, or by SIGKILL. And the user's script is not imported again in the child, so a script, a
 notebook or a prompt needs no `if __name__ == "__main__"`.
+
+Engines are forked from a server process that has loaded torch and transformers and done nothing else: loading them
+is most of what a start costs, and this way it is paid once for all replicas and all runs of a program.
 """
 
 import multiprocessing
@@ -12,11 +15,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from types import ModuleType
 
 _SPAWN = multiprocessing.get_context("spawn")
+_FORKSERVER = multiprocessing.get_context("forkserver")
 _HIDING = threading.Lock()
 
 
@@ -28,9 +33,27 @@ def pipe() -> tuple[Connection, Connection]:
 def spawn(target: Callable[..., None], args: tuple[object, ...], name: str) -> SpawnProcess:
     """Start a daemon process that runs `target(*args)`; both must be importable, not of `__main__`."""
     process = _SPAWN.Process(target=target, args=args, name=name, daemon=True)
-    with _HIDING, _hidden_main(), _interrupts_blocked():
-        process.start()
+    _start(process)
     return process
+
+
+def warm() -> None:
+    """Begin to load the engines' libraries, in the server that `fork` needs; returns at once."""
+    _FORKSERVER.set_forkserver_preload(["asyncflow.execute.preload"])
+    with _HIDING, interrupts_blocked():
+        forkserver.ensure_running()
+
+
+def fork(target: Callable[..., None], args: tuple[object, ...], name: str) -> ForkServerProcess:
+    """Start a daemon process as `spawn` does, once what `warm` loads is loaded."""
+    process = _FORKSERVER.Process(target=target, args=args, name=name, daemon=True)
+    _start(process)
+    return process
+
+
+def _start(process: SpawnProcess | ForkServerProcess) -> None:
+    with _HIDING, _hidden_main(), interrupts_blocked():
+        process.start()
 
 
 @contextmanager
@@ -44,7 +67,9 @@ def _hidden_main() -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
+def interrupts_blocked() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM from this thread, and from what it starts."""
+    resource_tracker.ensure_running()  # would unblock both at its end, if it were started by what follows
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +16,15 @@ from typing import Any, TextIO
 from asyncflow.execute.messages import Worked
 
 Record = dict[str, Any]
+
+
+def _whole(lines: Sequence[str]) -> Iterator[Record]:
+    """A process that was killed may have left a line half-written: what follows it is of no use either."""
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
 
 
 def _plain(value: Any) -> Any:
@@ -63,7 +72,7 @@ class Metrics:
         """Go on with the records that the file has up to a version of the weights."""
         with self._lock:
             lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-            self.records = [record for record in map(json.loads, lines) if record["version"] <= version]
+            self.records = [record for record in _whole(lines) if record["version"] <= version]
             partial = self.path.with_suffix(".partial")
             partial.write_text("".join(json.dumps(record) + "\n" for record in self.records), encoding="utf-8")
             partial.replace(self.path)

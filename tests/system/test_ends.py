@@ -1,6 +1,7 @@
 """How a run ends: finished, interrupted, killed, or by the user's own mistake; never with a process left behind."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncflow import Flow
+from asyncflow.errors import AsyncflowError, ReplicaFailed
 from tests.system.test_run import timeless
 
 pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
@@ -52,12 +55,13 @@ def group(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def named(process: subprocess.Popen[str], what: str) -> int:
-    """The child process that maps a library (the engines are the children with torch)."""
-    for pid in group(process):
-        if pid != process.pid and what in Path(f"/proc/{pid}/maps").read_text():
-            return pid
-    raise AssertionError(f"no child of {process.pid} maps {what}")
+def engines() -> list[psutil.Process]:
+    """Descendants of this process that run an engine: they map torch, and nothing was forked from them."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if not child.children() and "libtorch" in Path(f"/proc/{child.pid}/maps").read_text()
+    ]
 
 
 def nobody_left(process: subprocess.Popen[str], seconds: float = 10.0) -> bool:
@@ -68,11 +72,11 @@ def nobody_left(process: subprocess.Popen[str], seconds: float = 10.0) -> bool:
 
 
 def test_an_interrupted_run_goes_on_to_the_same_end_as_an_uninterrupted_one(pipeline, tmp_path):
-    path = pipeline(train={"steps": 40}, eval={"rows": 4}, warmup=None)
+    path = pipeline(train={"steps": 20}, eval={"rows": 4}, warmup=None)
     whole = Flow.from_yaml(path, f"output.folder={tmp_path / 'whole'}").start().wait(300)
 
     process = command("run", path)
-    until(process, "step 5/40")
+    until(process, "step 5/20")
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 130, output
@@ -81,32 +85,21 @@ def test_an_interrupted_run_goes_on_to_the_same_end_as_an_uninterrupted_one(pipe
     folder = tmp_path / "run"
     interrupted = json.loads((folder / "summary.json").read_text())
     assert not interrupted["complete"]
-    assert interrupted["steps"] < 40
+    assert interrupted["steps"] < 20
 
-    process = command("resume", folder)
-    output, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, output
+    assert Flow.resume(folder).start().wait(300)["complete"]
     assert timeless(folder) == timeless(whole.folder)
-    assert nobody_left(process)
 
 
 def test_a_killed_engine_ends_the_run_with_its_name_and_a_failure(pipeline):
-    process = command("run", pipeline(train={"steps": 500}))
-    until(process, "step 12/500")
-    os.kill(named(process, "libtorch"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=280)
-    assert process.returncode == 1, output
-    assert "ended by signal SIGKILL" in output
-    assert "rollout-0" in output or "trainer-0" in output
-    assert nobody_left(process)
-
-
-def test_a_killed_main_process_takes_its_replicas_with_it(pipeline):
-    process = command("run", pipeline(train={"steps": 500}))
-    until(process, "step 12/500")
-    process.kill()
-    process.communicate(timeout=280)
-    assert nobody_left(process)
+    flow = Flow.from_yaml(pipeline(train={"steps": 500}, warmup=None)).start()
+    deadline = time.monotonic() + 280
+    while not flow.metrics.of("step") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    engines()[0].kill()
+    with pytest.raises(ReplicaFailed, match=r"(?s)(rollout|trainer)-0.*ended by signal SIGKILL"):
+        flow.wait(280)
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(
@@ -119,11 +112,9 @@ def test_a_killed_main_process_takes_its_replicas_with_it(pipeline):
 def test_a_mistake_in_the_reward_ends_the_run_with_its_message(pipeline, tmp_path, source, message):
     path = pipeline(warmup=None)
     (tmp_path / "rewards.py").write_text(source)
-    process = command("run", path)
-    output, _ = process.communicate(timeout=280)
-    assert process.returncode == 1, output
-    assert message in output
-    assert nobody_left(process)
+    with pytest.raises(AsyncflowError, match=message):
+        Flow.from_yaml(path).start().wait(280)
+    assert multiprocessing.active_children() == []
 
 
 def test_a_prompt_file_with_a_bad_line_is_named_with_the_line(pipeline, tmp_path):
