@@ -14,7 +14,7 @@ from asyncflow.config.model import Pipeline
 from asyncflow.config.model import Stage as StageConfig
 from asyncflow.errors import ConfigError, PipelineError
 from asyncflow.pipeline import Graph, StageSpec, Take, graph
-from asyncflow.storage.schema import Schema
+from asyncflow.storage.schema import Schema, dtype
 
 PROMPT_COLUMNS = {
     "prompt_text": "string",
@@ -55,6 +55,9 @@ def plan(config: Pipeline) -> Plan:
     tables = {"train": graph(_train(config))}
     for found in tables.values():
         Schema(dict(found.columns))
+    reward = dtype(tables["train"].columns[config.train.reward])
+    if reward.ragged or reward.shape or reward.item.kind not in "biuf":
+        raise PipelineError(f"train.reward: column {config.train.reward} is {reward.name}, not one number for each row")
     if config.eval.rows:
         tables["eval"] = graph(_eval(config))
     if config.warmup:

@@ -55,6 +55,10 @@ def test_a_good_file_shows_its_graph(folder, capsys):
             "stages: [{fn: mine.py:twice, reads: [reward], writes: {reward: float64}}]",
             "has two writers: reward and twice",
         ),
+        (
+            "stages: [{fn: mine.py:twice, reads: [reward], writes: {x: string}}]\ntrain: {reward: x}",
+            "train.reward: column x is string, not one number",
+        ),
         ("stages: [{fn: mine.py:twice, reads: [advantage], writes: {x: float64}}]\ntrain: {reward: x}", "cycle"),
         ("stages: [{fn: mine.py:twice, reads: [reward], writes: {row: float64}}]", "writes the identity column row"),
         (
