@@ -251,7 +251,7 @@ class Executor(Section):
     """`local`: processes and threads of this machine."""
     threads: PositiveInt | None = None
     """Compute threads of each engine; by default all cores when colocated, else the cores shared out."""
-    start_timeout: Seconds = 120.0
+    start_timeout: Seconds = 300.0
     """Longest wait for a replica to be ready."""
     wait_timeout: Seconds = 3600.0
     """Longest time that a stage waits for rows; then the run ends with an error that says what was missing."""

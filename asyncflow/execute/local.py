@@ -119,7 +119,7 @@ class LocalExecutor:
 
     def _start_process(self, job: Assignment, url: str) -> _Process:
         ours, theirs = pipe()
-        process = fork(main, (job, url, theirs), job.name)
+        process = fork(main, (job, url, theirs), job.name, job.config.executor.start_timeout)
         theirs.close()
         watcher = threading.Thread(
             target=self._watch, args=(job.name, process, ours), name=f"watch:{job.name}", daemon=True

@@ -14,11 +14,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from types import ModuleType
+
+from asyncflow.errors import WaitTimeout
 
 _SPAWN = multiprocessing.get_context("spawn")
 _FORKSERVER = multiprocessing.get_context("forkserver")
@@ -44,11 +47,23 @@ def warm() -> None:
         forkserver.ensure_running()
 
 
-def fork(target: Callable[..., None], args: tuple[object, ...], name: str) -> ForkServerProcess:
-    """Start a daemon process as `spawn` does, once what `warm` loads is loaded."""
+def fork(target: Callable[..., None], args: tuple[object, ...], name: str, timeout: float) -> ForkServerProcess:
+    """Start a daemon process as `spawn` does, once what `warm` loads is loaded; WaitTimeout if that takes too long."""
     process = _FORKSERVER.Process(target=target, args=args, name=name, daemon=True)
-    _start(process)
+    started: Future[None] = Future()
+    threading.Thread(target=_settle, args=(process, started), name=f"start:{name}", daemon=True).start()
+    try:
+        started.result(timeout)
+    except TimeoutError:
+        raise WaitTimeout(f"{name}: the libraries of the engines were not loaded within {timeout:g} s") from None
     return process
+
+
+def _settle(process: ForkServerProcess, started: "Future[None]") -> None:
+    try:
+        started.set_result(_start(process))
+    except BaseException as error:  # noqa: BLE001  the border of the thread: the one who waits raises it
+        started.set_exception(error)
 
 
 def _start(process: SpawnProcess | ForkServerProcess) -> None:
