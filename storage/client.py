@@ -18,6 +18,7 @@ from asyncflow.errors import SchemaError, StorageError, WireError
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.link import EmbeddedLink, Link, Pending
+from asyncflow.storage.memory import Room
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s, RowId
@@ -110,6 +111,13 @@ class Table:
         request = wire.Put(self.name, secrets.token_bytes(16), repeat)
         rows = _call(self._link, request, wire.Rows, Batch.of(self.schema, batch), timeout)
         return wire.unpack(rows.rows)
+
+    def room(self, cells: Mapping[str, int | Int64s]) -> Room:
+        """Make room for cells that are written in place, and then put without a copy: `put(room.batch())`.
+
+        `cells` is the number of rows for a fixed column, and the lengths of the cells, int64, for a ragged one.
+        """
+        return Room(self.schema, self._link.writer(), cells)
 
     def write(
         self, rows: RowList, batch: "Batch | Mapping[str, ColumnData]", lease: "Lease | int | None" = None

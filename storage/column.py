@@ -147,10 +147,14 @@ class Column:
         return self.values.reshape(-1).view(np.uint8)
 
     @property
-    def buffers(self) -> list[memoryview]:
+    def raw(self) -> list[npt.NDArray[np.uint8]]:
         """The raw bytes of values and offsets, without a copy."""
-        arrays = [self.bits] if self.offsets is None else [self.bits, self.offsets.view(np.uint8)]
-        return [array.data if array.size else memoryview(b"") for array in arrays]
+        return [self.bits] if self.offsets is None else [self.bits, self.offsets.view(np.uint8)]
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """The same as memory views."""
+        return [array.data if array.size else memoryview(b"") for array in self.raw]
 
     def slice(self, start: int, stop: int) -> "Column":
         """Return cells start to stop; the values are shared."""

@@ -1,15 +1,17 @@
 """A batch as a layout and raw buffers.
 
 The buffers of all columns follow in order, values before offsets. Those below `SMALL` bytes are joined in the
-first frame, each at a multiple of 8; each larger one is a frame of its own and is never copied here. The
-sizes that the layout claims are compared with the frames before anything is made of them.
+first frame, each at a multiple of 8; each larger one is a frame of its own and is never copied here, or lies in
+memory that both ends map, and then only its place is sent. The sizes that the layout claims are compared with
+the frames before anything is made of them.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from asyncflow.errors import SchemaError, WireError
@@ -22,6 +24,7 @@ MAX_FRAME = 1 << 30
 MAX_ROWS = 1 << 26
 
 Buffer: TypeAlias = bytes | memoryview
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class ColumnLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,29 +36,43 @@ class ColumnLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The columns of a batch, and the xxh3 of all frames."""
+    """The columns of a batch, and the xxh3 of all frames; what lies in shared memory crosses no wire."""
 
     rows: int
     columns: list[ColumnLayout]
     checksum: int
+    places: list[tuple[int, int]] = []
+    """Segment and offset of each large buffer, where they are not frames."""
 
 
-def pack(batch: Batch) -> tuple[Layout, list[Buffer]]:
+class Memory(Protocol):
+    """Memory that both ends of a connection map."""
+
+    def place(self, buffers: Sequence[Bytes]) -> list[tuple[int, int]]:
+        """Return where buffers lie, after they have been copied there if need be; none if there is no room."""
+
+    def find(self, segment: int, offset: int, nbytes: int) -> Bytes:
+        """Return what the other end has placed; a WireError if there is nothing."""
+
+
+def pack(batch: Batch, memory: Memory | None = None) -> tuple[Layout, list[Buffer]]:
     """Return layout and frames; large frames are views of the batch."""
-    buffers: list[memoryview] = []
+    buffers: list[Bytes] = []
     columns = []
     for name in batch.names:
         column = batch[name]
         columns.append(ColumnLayout(name, column.dtype, column.values.nbytes))
-        buffers += column.buffers
-    large = [buffer for buffer in buffers if len(buffer) >= SMALL]
-    if any(len(buffer) > MAX_FRAME for buffer in large):
-        raise SchemaError(f"a column of {max(map(len, large))} bytes; at most {MAX_FRAME} cross the wire at once")
-    frames: list[Buffer] = [_joined([buffer for buffer in buffers if len(buffer) < SMALL]), *large]
-    return Layout(len(batch), columns, _checksum(frames)), frames
+        buffers += column.raw
+    small = _joined([buffer.data for buffer in buffers if buffer.size < SMALL])
+    large = [buffer for buffer in buffers if buffer.size >= SMALL]
+    places = memory.place(large) if large and memory is not None else []
+    frames: list[Buffer] = [small] if places else [small, *(buffer.data for buffer in large)]
+    if any(len(frame) > MAX_FRAME for frame in frames):
+        raise SchemaError(f"a column of {max(map(len, frames))} bytes; at most {MAX_FRAME} cross the wire at once")
+    return Layout(len(batch), columns, _checksum(frames), places), frames
 
 
-def unpack(layout: Layout, frames: Sequence[Buffer]) -> Batch:
+def unpack(layout: Layout, frames: Sequence[Buffer], memory: Memory | None = None) -> Batch:
     """Return the batch on the memory of its frames; any contradiction is a WireError."""
     if not 0 <= layout.rows <= MAX_ROWS or len(layout.columns) > MAX_COLUMNS:
         raise WireError(f"a batch of {layout.rows} rows and {len(layout.columns)} columns")
@@ -63,7 +80,7 @@ def unpack(layout: Layout, frames: Sequence[Buffer]) -> Batch:
         sizes = [size for column in layout.columns for size in _sizes(column, layout.rows)]
     except SchemaError as error:
         raise WireError(str(error)) from error
-    buffers = _split(sizes, frames)
+    buffers = _split(sizes, frames, _found(sizes, layout.places, memory))
     if _checksum(frames) != layout.checksum:
         raise WireError("a batch does not match its checksum")
     try:
@@ -97,17 +114,27 @@ def _sizes(column: ColumnLayout, rows: int) -> Iterator[int]:
         yield 8 * (rows + 1)
 
 
-def _split(sizes: list[int], frames: Sequence[Buffer]) -> Iterator[Buffer]:
+def _found(sizes: list[int], places: list[tuple[int, int]], memory: Memory | None) -> list[Buffer] | None:
+    """Return the large buffers that lie in shared memory; None if they are frames."""
+    if not places:
+        return None
+    large = [size for size in sizes if size >= SMALL]
+    if memory is None or len(places) != len(large):
+        raise WireError(f"{len(places)} places in shared memory for {len(large)} buffers")
+    return [memory.find(*place, size).data for place, size in zip(places, large, strict=True)]
+
+
+def _split(sizes: list[int], frames: Sequence[Buffer], placed: list[Buffer] | None) -> Iterator[Buffer]:
     """Return the buffers, after the claimed sizes have been compared with the frames."""
     small = sum(size + -size % 8 for size in sizes if size < SMALL)
-    wanted = [small, *(size for size in sizes if size >= SMALL)]
+    wanted = [small, *(size for size in sizes if size >= SMALL and placed is None)]
     if wanted != [len(frame) for frame in frames]:
         raise WireError(f"frames of {[len(frame) for frame in frames]} bytes where the layout has {wanted}")
-    return _walk(sizes, frames)
+    return _walk(sizes, memoryview(frames[0]), iter(frames[1:] if placed is None else placed))
 
 
-def _walk(sizes: list[int], frames: Sequence[Buffer]) -> Iterator[Buffer]:
-    joined, large, at = memoryview(frames[0]), iter(frames[1:]), 0
+def _walk(sizes: list[int], joined: memoryview, large: Iterator[Buffer]) -> Iterator[Buffer]:
+    at = 0
     for size in sizes:
         if size >= SMALL:
             yield next(large)

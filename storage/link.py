@@ -6,13 +6,16 @@ passes the wait is cancelled, and the controller's own answer, which says what w
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.errors import StorageError, WaitTimeout
 from asyncflow.storage import wire
+from asyncflow.storage.arena import Arena, Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.controller import Controller, Outcome
+from asyncflow.storage.memory import keep
 
 if TYPE_CHECKING:
     from asyncflow.storage.server import Server
@@ -67,6 +70,9 @@ class Link(Protocol):
     def serve(self, url: str) -> str:
         """Let others reach this controller, and return the address."""
 
+    def writer(self) -> Writer:
+        """Return what cuts memory for cells that are written in place."""
+
     def close(self) -> None:
         """Leave; idempotent."""
 
@@ -79,11 +85,13 @@ class EmbeddedLink:
         self._controller = Controller()
         self._session = self._controller.join()
         self._servers: list[Server] = []
+        self._arena = Arena()
+        self._writer = self._arena.writer(self._session)
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
         """Hand the request over; cells are copied, since what is written never changes."""
         pending = Pending("the queue in this process")
-        owned = None if batch is None else batch.copy()
+        owned = None if batch is None else keep(batch, self._writer)
         ticket = self._controller.submit(self._session, request, owned, pending.complete)
         pending.cancel = partial(self._controller.cancel, ticket)
         return pending
@@ -92,12 +100,19 @@ class EmbeddedLink:
         """Let other processes of this host in at `url`."""
         from asyncflow.storage.server import Server  # brings the sockets, which an embedded queue never needs
 
-        server = Server(self._controller, url)
+        with suppress(OSError):  # without shared memory everything crosses the socket
+            self._arena.share()
+        server = Server(self._controller, url, self._arena, self._writer)
         self._servers.append(server)
         return server.url
+
+    def writer(self) -> Writer:
+        """Return the writer that all puts of this process go through."""
+        return self._writer
 
     def close(self) -> None:
         """Close the queue for all its clients."""
         self._controller.close()
         for server in self._servers:
             server.close()
+        self._arena.close()

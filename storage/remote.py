@@ -14,9 +14,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncflow.errors import QueueClosed, StorageError, WaitTimeout, WireError
 from asyncflow.storage import wire
+from asyncflow.storage.arena import Slab, Window, Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.frames import MAX_FRAME
-from asyncflow.storage.link import Pending
+from asyncflow.storage.link import GRACE, Pending
+from asyncflow.storage.memory import ClientMemory
 from asyncflow.storage.server import HEARTBEAT_MS, LINGER_MS, SILENCE_MS
 
 
@@ -30,6 +32,8 @@ class RemoteLink:
         self._pending: dict[int, Pending] = {}
         self._outbox: deque[list[wire.Buffer]] = deque()
         self._ended: StorageError | None = None
+        self._window: Window | None = None
+        self._writer = Writer(self._grant)
         self._lock = threading.Lock()
         self._wake = os.eventfd(0)
         self._context = zmq.Context()
@@ -55,16 +59,22 @@ class RemoteLink:
             self._stop(QueueClosed("the connection was closed"))
             raise WaitTimeout(f"nobody answers at {self.url} within {timeout:g} s: is a queue served there?")
         try:
-            pending.result(0)
+            welcome, _ = pending.result(0)
         except StorageError:
             self._stop(QueueClosed("the connection was closed"))
             raise
+        if isinstance(welcome, wire.Welcome) and welcome.arena is not None and Window.visible(welcome.arena):
+            self._window = Window(welcome.arena)
+            self._post(wire.encode_call(next(self._numbers), wire.Map(), None))
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
         """Queue a request for the socket's thread."""
         pending = Pending(self._peer)
-        number = next(self._numbers)
-        frames = wire.encode_call(number, request, batch)
+        number, window = next(self._numbers), self._window
+        if window is not None and (counts := window.unpinned()):
+            self._post(wire.encode_call(next(self._numbers), wire.Unpin(counts), None))
+        memory = None if window is None else ClientMemory(window, self._writer)
+        frames = wire.encode_call(number, request, batch, memory)
         pending.cancel = lambda: self._post(wire.encode_call(next(self._numbers), wire.Cancel(number), None))
         with self._lock:
             if self._ended is not None:
@@ -79,6 +89,17 @@ class RemoteLink:
             if self._ended is None:
                 self._outbox.append(frames)
                 os.eventfd_write(self._wake, 1)
+
+    def writer(self) -> Writer:
+        """Return the writer of this connection."""
+        return self._writer
+
+    def _grant(self, nbytes: int, left: list[int]) -> Slab | None:
+        if self._window is None:
+            return None
+        reply, _ = self.send(wire.Grant(nbytes, left)).result(GRACE)
+        segment = reply.segment if isinstance(reply, wire.Granted) else None
+        return None if segment is None else self._window.slab(segment, writable=True)
 
     def serve(self, url: str) -> str:
         """Refuse: only the process that holds a queue can serve it."""
@@ -117,7 +138,8 @@ class RemoteLink:
     def _receive(self) -> None:
         parts = self._socket.recv_multipart(copy=False)
         try:
-            answer, batch = wire.decode_answer([part.buffer for part in parts])
+            memory = None if self._window is None else ClientMemory(self._window, self._writer)
+            answer, batch = wire.decode_answer([part.buffer for part in parts], memory)
         except WireError as error:
             self._end(WireError(f"{self._peer} sent what is no answer: {error}"))
             return
@@ -138,6 +160,8 @@ class RemoteLink:
             pending, self._pending = self._pending, {}
         for each in pending.values():
             each.complete(self._ended)
+        if self._window is not None:
+            self._window.close()
         self._socket.disable_monitor()
         self._events.close(0)
         self._socket.close(0)

@@ -21,9 +21,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncflow.errors import StorageError, WireError
 from asyncflow.storage import wire
+from asyncflow.storage.arena import Arena, Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.controller import Controller, Outcome, Ticket
 from asyncflow.storage.frames import MAX_FRAME
+from asyncflow.storage.memory import OwnerMemory
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 HEARTBEAT_MS = 5_000
 SILENCE_MS = 20_000
 LINGER_MS = 1_000
+MAX_GRANT = 1 << 36
 
 
 @dataclass(slots=True)
@@ -39,14 +42,16 @@ class Peer:
 
     session: int
     descriptor: int
+    memory: OwnerMemory | None = None
+    """Where large buffers are exchanged, if the client maps the arena."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
 
 class Server:
     """Serves a controller at one address until it is closed."""
 
-    def __init__(self, controller: Controller, url: str) -> None:
-        self._controller = controller
+    def __init__(self, controller: Controller, url: str, arena: Arena, writer: Writer) -> None:
+        self._controller, self._arena, self._writer = controller, arena, writer
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -110,13 +115,14 @@ class Server:
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self._connected.discard(descriptor)
                 for name in [name for name, peer in self._peers.items() if peer.descriptor == descriptor]:
-                    self._controller.leave(self._peers.pop(name).session, lost=True)
+                    self._leave(name, lost=True)
 
     def _receive(self) -> None:
         name, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         self._watch()
+        peer = self._peers.get(name.bytes)
         try:
-            call, batch = wire.decode_call([part.buffer for part in parts])
+            call, batch = wire.decode_call([part.buffer for part in parts], peer and peer.memory)
         except WireError as error:
             self._reply(name.bytes, _number(parts), error)
             return
@@ -136,15 +142,36 @@ class Server:
         peer = self._peers.get(name)
         if peer is None:
             raise WireError("the first message of a connection is hello")
-        if isinstance(call.body, wire.Cancel):
-            if call.body.call in peer.tickets:
-                self._controller.cancel(peer.tickets[call.body.call])
-            return
         number = call.call
-        if isinstance(call.body, wire.Bye):
-            self._controller.leave(self._peers.pop(name).session, lost=False)
-            self._reply(name, number, (wire.Ok(), None))
-            return
+        match call.body:
+            case wire.Cancel(other):
+                if other in peer.tickets:
+                    self._controller.cancel(peer.tickets[other])
+            case wire.Map():
+                peer.memory = OwnerMemory(self._arena, self._writer, peer.session)
+            case wire.Unpin(counts):
+                self._arena.unpin(counts, peer.session)
+            case wire.Grant(nbytes, left):
+                self._reply(name, number, (self._grant(nbytes, left, peer), None))
+            case wire.Bye():
+                self._leave(name, lost=False)
+                self._reply(name, number, (wire.Ok(), None))
+            case _:
+                self._submit(name, peer, call, batch)
+
+    def _grant(self, nbytes: int, left: list[int], peer: Peer) -> wire.Granted:
+        if peer.memory is None or not 0 <= nbytes <= MAX_GRANT:
+            raise WireError(f"no segment of {nbytes} bytes for a client that does not map the arena")
+        slab = self._arena.grant(nbytes, left, peer.session)
+        return wire.Granted(None if slab is None else slab.number)
+
+    def _leave(self, name: bytes, *, lost: bool) -> None:
+        session = self._peers.pop(name).session
+        self._controller.leave(session, lost)
+        self._arena.forget(session)
+
+    def _submit(self, name: bytes, peer: Peer, call: wire.Call, batch: Batch | None) -> None:
+        number = call.call
         ticket = self._controller.submit(
             peer.session, call.body, batch, lambda outcome: self._reply(name, number, outcome)
         )
@@ -158,7 +185,7 @@ class Server:
         # One that has died before its first message was read must not stay as a client for ever.
         if descriptor in self._connected and name not in self._peers:
             self._peers[name] = Peer(self._controller.join(), descriptor)
-        self._reply(name, call.call, (wire.Ok(), None))
+        self._reply(name, call.call, (wire.Welcome(self._arena.name if self._arena.shared else None), None))
 
     def _reply(self, name: bytes, number: int, outcome: Outcome) -> None:
         """Queue an answer; called from any thread, also under the controller's lock."""
@@ -170,14 +197,15 @@ class Server:
     def _flush(self) -> None:
         while self._outbox:
             name, number, outcome = self._outbox.popleft()
-            self._socket.send_multipart([name, *_frames(number, outcome)], copy=False)
+            peer = self._peers.get(name)
+            self._socket.send_multipart([name, *_frames(number, outcome, peer and peer.memory)], copy=False)
 
 
-def _frames(number: int, outcome: Outcome) -> list[wire.Buffer]:
+def _frames(number: int, outcome: Outcome, memory: OwnerMemory | None) -> list[wire.Buffer]:
     if isinstance(outcome, StorageError):
         return wire.encode_answer(number, wire.failure(outcome), None)
     try:
-        return wire.encode_answer(number, *outcome)
+        return wire.encode_answer(number, *outcome, memory)
     except StorageError as error:
         return wire.encode_answer(number, wire.failure(error), None)
 

@@ -17,7 +17,7 @@ from asyncflow.storage.batch import Batch
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEADER = 64 << 20
 
 Buffer: TypeAlias = bytes | memoryview
@@ -191,14 +191,44 @@ class Cancel(Message, tag="cancel"):
     call: int
 
 
+class Map(Message, tag="map"):
+    """The client maps the arena: answers may point into it. Not answered."""
+
+
+class Grant(Message, tag="grant"):
+    """Ask for a segment to write so many bytes into; those named are left for good."""
+
+    bytes: int
+    left: list[int]
+
+
+class Unpin(Message, tag="unpin"):
+    """Let so many pins of segments go. Not answered."""
+
+    counts: dict[int, int]
+
+
 Request: TypeAlias = (
-    Hello | CreateTable | OpenTable | Put | Write | Read | DeclareTask | OpenStream | Next | CloseStream
-    | Done | Release | Extend | Drop | Commit | Rewind | Seal | AskLedger | AskStatus | Fail | Bye | Cancel
+    Hello | Map | Grant | Unpin | CreateTable | OpenTable | Put | Write | Read | DeclareTask | OpenStream | Next
+    | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Seal | AskLedger | AskStatus | Fail | Bye
+    | Cancel
 )  # fmt: skip
 
 
 class Ok(Message, tag="ok"):
     """Done; the batch, if any, is the answer."""
+
+
+class Welcome(Message, tag="welcome"):
+    """Answer to `hello`; the arena can be mapped by processes of the same host and user."""
+
+    arena: str | None = None
+
+
+class Granted(Message, tag="granted"):
+    """Answer to `grant`; no segment if there is no memory for it."""
+
+    segment: int | None = None
 
 
 class TableInfo(Message, tag="table"):
@@ -251,7 +281,7 @@ class Failure(Message, tag="failure"):
     message: str
 
 
-Reply: TypeAlias = Ok | TableInfo | Rows | Opened | Leased | End | Ledgered | Status | Failure
+Reply: TypeAlias = Ok | Welcome | Granted | TableInfo | Rows | Opened | Leased | End | Ledgered | Status | Failure
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -289,29 +319,31 @@ def unpack(rows: bytes) -> Int64s:
     return np.frombuffer(rows, "<i8").astype(np.int64, copy=False)
 
 
-def encode_call(call: int, body: Request, batch: Batch | None) -> list[Buffer]:
+def encode_call(call: int, body: Request, batch: Batch | None, memory: frames.Memory | None = None) -> list[Buffer]:
     """Return the frames of a request."""
-    layout, buffers = (None, []) if batch is None else frames.pack(batch)
+    layout, buffers = (None, []) if batch is None else frames.pack(batch, memory)
     return [_encoder.encode(Call(call, body, layout)), *buffers]
 
 
-def encode_answer(call: int, body: Reply, batch: Batch | None) -> list[Buffer]:
+def encode_answer(call: int, body: Reply, batch: Batch | None, memory: frames.Memory | None = None) -> list[Buffer]:
     """Return the frames of a reply."""
-    layout, buffers = (None, []) if batch is None else frames.pack(batch)
+    layout, buffers = (None, []) if batch is None else frames.pack(batch, memory)
     return [_encoder.encode(Answer(call, body, layout)), *buffers]
 
 
-def decode_call(parts: Sequence[Buffer]) -> tuple[Call, Batch | None]:
+def decode_call(parts: Sequence[Buffer], memory: frames.Memory | None = None) -> tuple[Call, Batch | None]:
     """Read a request; anything malformed is a WireError."""
-    return _decode(_calls, parts)
+    return _decode(_calls, parts, memory)
 
 
-def decode_answer(parts: Sequence[Buffer]) -> tuple[Answer, Batch | None]:
+def decode_answer(parts: Sequence[Buffer], memory: frames.Memory | None = None) -> tuple[Answer, Batch | None]:
     """Read a reply; anything malformed is a WireError."""
-    return _decode(_answers, parts)
+    return _decode(_answers, parts, memory)
 
 
-def _decode(decoder: "msgspec.msgpack.Decoder[T]", parts: Sequence[Buffer]) -> tuple[T, Batch | None]:
+def _decode(
+    decoder: "msgspec.msgpack.Decoder[T]", parts: Sequence[Buffer], memory: frames.Memory | None
+) -> tuple[T, Batch | None]:
     if not parts or len(parts[0]) > MAX_HEADER:
         raise errors.WireError(f"a header of {len(parts[0]) if parts else 0} bytes")
     try:
@@ -322,7 +354,7 @@ def _decode(decoder: "msgspec.msgpack.Decoder[T]", parts: Sequence[Buffer]) -> t
         if len(parts) > 1:
             raise errors.WireError(f"{len(parts) - 1} frames that belong to no batch")
         return message, None
-    return message, frames.unpack(message.batch, parts[1:])
+    return message, frames.unpack(message.batch, parts[1:], memory)
 
 
 def failure(error: errors.StorageError) -> Failure:

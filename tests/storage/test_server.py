@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import LeaseLost, QueueClosed, SchemaError, StorageError, WaitTimeout
-from asyncflow.storage import Schema, TransferQueue, wire
+from asyncflow.storage import Batch, Schema, TransferQueue, wire
+from asyncflow.storage.arena import Arena
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.server import Server
 
@@ -42,7 +43,7 @@ def ask(dealer, *parts):
     return msgpack.unpackb(dealer.recv_multipart()[0])
 
 
-HELLO = msgpack.packb({"call": 1, "body": {"kind": "hello", "protocol": 1}})
+HELLO = msgpack.packb({"call": 1, "body": {"kind": "hello", "protocol": wire.PROTOCOL}})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_noise_harms_nobody(dealer, host):
         assert ask(dealer, *parts)["body"]["kind"] == "failure"
 
     noise()
-    assert ask(dealer, HELLO)["body"] == {"kind": "ok"}
+    assert ask(dealer, HELLO)["body"]["kind"] == "welcome"
 
 
 def test_a_greeting_comes_first_and_in_our_protocol(dealer):
@@ -95,14 +96,46 @@ def test_a_put_that_is_sent_again_is_harmless(dealer, host):
     assert table.ledger().admitted == 4
 
 
+@pytest.mark.parametrize("maps", [False, True])
+@pytest.mark.parametrize("place", [(1, 0), (99, 0), (-1, 0), (1, 1 << 40), (1, -64), (2**62, 2**62)])
+def test_a_place_in_memory_that_was_not_granted_is_refused(dealer, host, maps, place):
+    host.create_table("t", Schema({"x": "int64"}))
+    ask(dealer, HELLO)
+    if maps:
+        dealer.send(msgpack.packb({"call": 2, "body": {"kind": "map"}}))
+    header, *_ = wire.encode_call(3, wire.Put("t", b"1"), Batch({"x": np.arange(8192)}))
+    message = msgpack.unpackb(header)
+    message["batch"]["places"] = [place]
+    reply = ask(dealer, msgpack.packb(message), b"")
+    assert (reply["call"], reply["body"]["kind"]) == (3, "failure")
+    assert host.status().tables["t"].rows == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kind": "grant", "bytes": -1, "left": []},
+        {"kind": "grant", "bytes": 1 << 62, "left": []},
+        {"kind": "grant", "bytes": 8, "left": [5]},
+        {"kind": "unpin", "counts": {7: 1}},
+        {"kind": "unpin", "counts": {7: -1}},
+    ],
+)
+def test_claims_on_memory_that_is_not_ones_own_are_refused(dealer, host, body):
+    ask(dealer, HELLO)
+    dealer.send(msgpack.packb({"call": 2, "body": {"kind": "map"}}))
+    assert ask(dealer, msgpack.packb({"call": 3, "body": body}))["body"]["error"] == "WireError"
+    assert host.status().failed is None
+
+
 class Faulty(Controller):
     def _handle(self, ticket):
         raise ZeroDivisionError("a bug")
 
 
 def test_a_fault_in_a_handler_is_told_and_kills_nothing(tmp_path, caplog):
-    controller = Faulty()
-    server = Server(controller, f"ipc://{tmp_path}/faulty")
+    controller, arena = Faulty(), Arena()
+    server = Server(controller, f"ipc://{tmp_path}/faulty", arena, arena.writer(0))
     client = TransferQueue.open(server.url)
     for _ in range(2):
         with pytest.raises(StorageError, match="ZeroDivisionError: a bug"):
