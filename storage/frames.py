@@ -89,8 +89,8 @@ def _checksum(frames: Sequence[Buffer]) -> int:
 def _sizes(column: ColumnLayout, rows: int) -> Iterator[int]:
     """Return the bytes of each buffer of a column."""
     kind = dtype(column.dtype)
-    cell = kind.item.itemsize * int(np.prod(kind.shape, dtype=object))
-    if column.bytes < 0 or (not kind.ragged and column.bytes != rows * cell) or column.bytes % kind.item.itemsize:
+    whole = column.bytes % kind.nbytes == 0 if kind.ragged else column.bytes == rows * kind.nbytes
+    if column.bytes < 0 or not whole:
         raise WireError(f"column {column.name!r}: {column.bytes} bytes for {rows} rows of {kind.name}")
     yield column.bytes
     if kind.ragged:
@@ -121,7 +121,7 @@ def _column(layout: ColumnLayout, rows: int, buffers: Iterator[Buffer]) -> Colum
     values = _values(next(buffers), kind)
     if not kind.ragged:
         return Column(kind, values.reshape(rows, *kind.shape))
-    column = Column.ragged(values, _aligned(np.frombuffer(next(buffers), np.int64)), kind.name)
+    column = Column.ragged(values.reshape(-1, *kind.shape), _aligned(np.frombuffer(next(buffers), np.int64)), kind.name)
     if kind.kind == "string":
         _check_text(column)
     return column
