@@ -1,10 +1,12 @@
 """A batch as a layout and raw buffers.
 
 The buffers of all columns follow in order, values before offsets. Those below `SMALL` bytes are joined in the
-first frame, each at a multiple of 8; each larger one is a frame of its own and is never copied here. The
-sizes that the layout claims are compared with the frames before anything is made of them.
+first frame, each at a multiple of 8; each larger one is a frame of its own and is never copied here. One of
+more than `MAX_FRAME` bytes is cut into frames of that size and a rest, which the receiver joins: there it
+costs a copy. The sizes that the layout claims are compared with the frames before anything is made of them.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -48,9 +50,7 @@ def pack(batch: Batch) -> tuple[Layout, list[Buffer]]:
         column = batch[name]
         columns.append(ColumnLayout(name, column.dtype, column.values.nbytes))
         buffers += column.buffers
-    large = [buffer for buffer in buffers if len(buffer) >= SMALL]
-    if any(len(buffer) > MAX_FRAME for buffer in large):
-        raise SchemaError(f"a column of {max(map(len, large))} bytes; at most {MAX_FRAME} cross the wire at once")
+    large = [piece for buffer in buffers if len(buffer) >= SMALL for piece in _cut(buffer)]
     frames: list[Buffer] = [_joined([buffer for buffer in buffers if len(buffer) < SMALL]), *large]
     return Layout(len(batch), columns, _checksum(frames)), frames
 
@@ -70,6 +70,17 @@ def unpack(layout: Layout, frames: Sequence[Buffer]) -> Batch:
         return Batch({column.name: _column(column, layout.rows, buffers) for column in layout.columns}, layout.rows)
     except SchemaError as error:
         raise WireError(str(error)) from error
+
+
+def _cut(buffer: memoryview) -> list[memoryview]:
+    return [buffer[at : at + MAX_FRAME] for at in range(0, len(buffer), MAX_FRAME)]
+
+
+def _pieces(size: int) -> Iterator[int]:
+    """Return the bytes of each frame of a large buffer."""
+    yield from itertools.repeat(MAX_FRAME, size // MAX_FRAME)
+    if size % MAX_FRAME:
+        yield size % MAX_FRAME
 
 
 def _joined(buffers: list[memoryview]) -> bytes:
@@ -100,9 +111,13 @@ def _sizes(column: ColumnLayout, rows: int) -> Iterator[int]:
 def _split(sizes: list[int], frames: Sequence[Buffer]) -> Iterator[Buffer]:
     """Return the buffers, after the claimed sizes have been compared with the frames."""
     small = sum(size + -size % 8 for size in sizes if size < SMALL)
-    wanted = [small, *(size for size in sizes if size >= SMALL)]
-    if wanted != [len(frame) for frame in frames]:
-        raise WireError(f"frames of {[len(frame) for frame in frames]} bytes where the layout has {wanted}")
+    found = [len(frame) for frame in frames]
+    # A forged size could ask for any number of pieces: they are not listed before the sum is that of the frames.
+    if small + sum(size for size in sizes if size >= SMALL) != sum(found):
+        raise WireError(f"frames of {sum(found)} bytes where the columns of the layout have {sizes}")
+    wanted = [small, *(piece for size in sizes if size >= SMALL for piece in _pieces(size))]
+    if wanted != found:
+        raise WireError(f"frames of {found} bytes where the layout has {wanted}")
     return _walk(sizes, frames)
 
 
@@ -110,10 +125,20 @@ def _walk(sizes: list[int], frames: Sequence[Buffer]) -> Iterator[Buffer]:
     joined, large, at = memoryview(frames[0]), iter(frames[1:]), 0
     for size in sizes:
         if size >= SMALL:
-            yield next(large)
+            yield _whole(size, large)
         else:
             yield joined[at : at + size]
             at += size + -size % 8
+
+
+def _whole(size: int, pieces: Iterator[Buffer]) -> Buffer:
+    if size <= MAX_FRAME:
+        return next(pieces)
+    whole, at = np.empty(size, np.uint8), 0
+    for piece in itertools.islice(pieces, -(-size // MAX_FRAME)):
+        whole[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    return whole.data
 
 
 def _column(layout: ColumnLayout, rows: int, buffers: Iterator[Buffer]) -> Column:
