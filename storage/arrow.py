@@ -1,9 +1,11 @@
 """Batches as pyarrow RecordBatches and back; imported on use, since pyarrow costs 0.6 s.
 
 A ragged column is a LargeList, a string a LargeString, bytes a LargeBinary, a dense cell a FixedSizeList.
-Arrow has no bfloat16: its bits travel as uint16, and the field's metadata holds the logical dtype.
+The field's metadata holds the logical dtype, for Arrow lacks some: the bits of bfloat16 and float8 travel as
+integers, and a complex number as its two parts.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from asyncflow.storage.column import Column, Values
 from asyncflow.storage.schema import DType, dtype
 
 _KEY = b"asyncflow.dtype"
+_PARTS = {"complex64": np.dtype("float32"), "complex128": np.dtype("float64")}
 
 
 def record_batch(columns: Mapping[str, Column], rows: int) -> "pa.RecordBatch":
@@ -41,11 +44,14 @@ def _array(column: Column) -> "pa.Array":
         return pa.Array.from_buffers(
             pa.large_string() if kind.kind == "string" else pa.large_binary(), len(column), buffers
         )
-    values = pa.array(column.values.reshape(-1))
+    parts = _PARTS.get(kind.logical)
+    values = pa.array(column.values.reshape(-1).view(parts or kind.item))
+    shape = (*kind.shape, 2) if parts else kind.shape
+    for axis in reversed(range(len(shape))):
+        count = len(column.values) * math.prod(shape[:axis])
+        values = pa.Array.from_buffers(pa.list_(values.type, shape[axis]), count, [None], children=[values])
     if kind.kind == "list":
         return pa.LargeListArray.from_arrays(pa.array(column.offsets), values)
-    for size in reversed(kind.shape):
-        values = pa.FixedSizeListArray.from_arrays(values, size)
     return values
 
 
@@ -55,11 +61,13 @@ def _column(field: "pa.Field", array: "pa.Array") -> Column:
     named = (field.metadata or {}).get(_KEY)
     kind = dtype(named.decode() if named else _name(array.type))
     if not kind.ragged:
-        return Column.of(kind.name, _items(array, kind).reshape(-1, *kind.shape))
+        return Column.of(kind.name, _items(array, kind).reshape(len(array), *kind.shape))
     large = {"string": pa.large_string(), "bytes": pa.large_binary()}.get(kind.kind)
     array = array.cast(large or pa.large_list(array.type.value_type))
     offsets = _offsets(array)
     values = _raw(array) if large else _items(array.values, kind)
+    if not large:
+        values = values.reshape(-1, *kind.shape)
     return Column.ragged(values[offsets[0] : offsets[-1]], offsets - offsets[0], kind.name)
 
 
@@ -77,6 +85,8 @@ def _items(array: "pa.Array", kind: DType) -> Values:
     while pa.types.is_fixed_size_list(array.type):
         array = array.flatten()
     values: Values = array.to_numpy(zero_copy_only=False)
+    if kind.logical in _PARTS:
+        return values.view(kind.item)
     return values.astype(kind.item, copy=False) if kind.item == np.bool_ else values
 
 

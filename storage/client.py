@@ -177,6 +177,11 @@ class Table:
         opened = _call(self._link, request, wire.Opened)
         return Stream(self._link, self.name, opened.stream, credit)
 
+    def adopt(self, lease: int, rows: RowList, attempt: int = 1) -> "Lease":
+        """Return a lease that another process holds, to end or extend it here; its batch has no columns."""
+        packed = _pack(rows)
+        return Lease(self._link, self.name, wire.Leased(lease, packed, attempt), Batch(rows=len(packed) // 8))
+
     def commit(self, task: str, step: int) -> None:
         """Let the rows retire that a durable task has done with a step up to this one."""
         _call(self._link, wire.Commit(self.name, task, step), wire.Ok)

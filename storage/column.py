@@ -1,18 +1,20 @@
 """One column of a batch: flat values, and int64 offsets where cells differ in length (Arrow's large layout).
 
-Invariants: values are contiguous and read-only; offsets, where there are any, start at 0, never fall and
-end at the number of values. Slices share memory with what they are cut from; only offsets are rewritten.
+Invariants: values are contiguous and read-only, and their first axis counts cells, or items where there are
+offsets; those start at 0, never fall and end at the number of items. Slices share memory with what they are
+cut from; only offsets are rewritten.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import SchemaError
-from asyncflow.storage.schema import ITEMS, DType, dense, dtype
+from asyncflow.storage import tensors
+from asyncflow.storage.schema import ITEMS, RAW, DType, dense, dtype, ragged
 from asyncflow.types import Int64s
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ ColumnData: TypeAlias = "Column | Values | torch.Tensor | Sequence[Any]"
 # Below this many bytes a run, one gather by index is faster than copying run by run.
 _RUN_BYTES = 512
 # Kinds of Python numbers that a kind of dtype takes, if the value fits.
-_TAKES = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
+_TAKES = {"b": "b", "i": "iu", "u": "iu", "f": "iuf", "c": "iufc"}
 
 
 class Column:
@@ -50,9 +52,7 @@ class Column:
             return _lists(kind, data)
         values = _array(data, kind)
         if values.ndim == 0 or values.shape[1:] != kind.shape:
-            raise SchemaError(
-                f"a column of {name} needs shape (n{''.join(f', {n}' for n in kind.shape)}), not {values.shape}"
-            )
+            raise SchemaError(f"a column of {name} needs values of shape {_shape(kind)}, not {values.shape}")
         return cls(kind, values)
 
     @classmethod
@@ -69,8 +69,10 @@ class Column:
         if not kind.ragged:
             raise SchemaError(f"{name} is not a ragged dtype")
         flat, bounds = _array(values, kind), np.asarray(offsets)
-        if bounds.dtype != np.int64 or bounds.ndim != 1 or len(bounds) == 0 or flat.ndim != 1:
-            raise SchemaError("a ragged column needs flat values and one-dimensional int64 offsets, at least one")
+        if bounds.dtype != np.int64 or bounds.ndim != 1 or len(bounds) == 0:
+            raise SchemaError("a ragged column needs one-dimensional int64 offsets, at least one")
+        if flat.ndim == 0 or flat.shape[1:] != kind.shape:
+            raise SchemaError(f"a column of {name} needs values of shape {_shape(kind)}, not {flat.shape}")
         if bounds[0] != 0 or bounds[-1] != len(flat) or np.any(bounds[1:] < bounds[:-1]):
             raise SchemaError(f"offsets must rise from 0 to the number of values, {len(flat)}")
         return cls(kind, flat, bounds)
@@ -82,10 +84,15 @@ class Column:
 
     @property
     def lengths(self) -> Int64s:
-        """Number of values of each cell, int64."""
+        """Number of values of each cell, of items where it is ragged, int64."""
         if self.offsets is None:
             return np.full(len(self), int(np.prod(self._type.shape)), np.int64)
         return np.diff(self.offsets)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of what `lengths` counts."""
+        return self.values.itemsize if self.offsets is None else self._type.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +180,7 @@ class Column:
             return Column(self._type, self.values[indices])
         starts, lengths = self.offsets[indices], self.offsets[indices + 1] - self.offsets[indices]
         offsets = bounds_of(lengths)
-        if int(offsets[-1]) * self.values.itemsize >= _RUN_BYTES * len(pick.first):
+        if int(offsets[-1]) * self._type.nbytes >= _RUN_BYTES * len(pick.first):
             begin, end = starts[pick.first].tolist(), (starts + lengths)[pick.last].tolist()
             pieces = [self.values[b:e] for b, e in zip(begin, end, strict=True)]
             return Column(self._type, np.concatenate(pieces), offsets)
@@ -200,7 +207,11 @@ class Column:
     def to_padded(
         self, fill: float = 0, left: bool = False, width: int | None = None
     ) -> tuple[Values, npt.NDArray[np.uint8]]:
-        """Return values (n, w) and a mask (n, w) that is 1 where there is a value; w is the longest by default."""
+        """Return values (n, w, …) and a mask (n, w) that is 1 where there is an item; w is the longest by default.
+
+        Cells stand to the left and `fill` follows them; with `left` the other way round. `fill` must be a
+        value of the column's dtype. Values of bfloat16 and float8 come as their bits.
+        """
         if self._type.kind != "list":
             raise SchemaError(f"a column of {self.dtype} cannot be padded")
         lengths = self.lengths
@@ -210,19 +221,24 @@ class Column:
         wide = longest if width is None else width
         places = np.arange(wide)
         mask = places >= (wide - lengths)[:, None] if left else places < lengths[:, None]
-        values = np.full(mask.shape, fill, self.values.dtype)
+        values = np.full((*mask.shape, *self._type.shape), _fill(fill, self._type), self.values.dtype)
         values[mask] = self.values
         return values, mask.view(np.uint8)
 
-    def to_torch(self) -> "torch.Tensor":
-        """Return the values as a tensor, flat for a ragged column.
+    def to_torch(self, copy: bool = False) -> "torch.Tensor":
+        """Return the values as a tensor: (n, …) for a fixed column, the items of all cells for a ragged one.
 
-        It is a copy: torch knows no read-only tensors, and a write into shared memory would change cells.
+        It is on the memory of the column, though torch has no read-only tensors: whoever writes into it changes
+        cells that others read, or ends the process. Ask for a `copy` to work in place.
         """
-        import torch
+        return tensors.tensor(self.values.copy() if copy else self.values, self._type.logical)
 
-        values = torch.from_numpy(self.values.copy())
-        return values.view(torch.bfloat16) if self._type.logical == "bfloat16" else values
+    def to_nested(self, copy: bool = False) -> "torch.Tensor":
+        """Return a ragged column as a jagged nested tensor, on the memory of the column like `to_torch`."""
+        if self._type.kind != "list" or self.offsets is None:
+            raise SchemaError(f"a column of {self.dtype} makes no nested tensor: it has no sequences of numbers")
+        offsets = self.offsets.copy() if copy else self.offsets
+        return tensors.nested(self.to_torch(copy), tensors.tensor(offsets, "int64"))
 
 
 class Pick:
@@ -263,19 +279,18 @@ def _same(kind: DType, column: Column) -> Column:
     return column
 
 
-def _numpy(data: object) -> Values | None:
-    """Return arrays and tensors as an array (bfloat16 as its bits), anything else as None."""
-    if isinstance(data, np.ndarray):
-        return data.view(np.uint16) if data.dtype.name == "bfloat16" else data
-    if not hasattr(data, "detach"):
-        return None
-    tensor = cast("torch.Tensor", data).detach().cpu()
-    if str(tensor.dtype) == "torch.bfloat16":
-        import torch
+def _shape(kind: DType) -> str:
+    return f"(n{''.join(f', {size}' for size in kind.shape)})"
 
-        tensor = tensor.contiguous().view(torch.uint16)
-    array: Values = tensor.numpy()
-    return array
+
+def _numpy(data: object) -> Values | None:
+    """Return arrays and tensors as an array (dtypes that numpy has not as their bits), anything else as None."""
+    if isinstance(data, np.ndarray):
+        if data.dtype in _NAMES:
+            return data
+        raw = RAW.get(data.dtype.name)
+        return data if raw is None else data.view(raw)
+    return tensors.array(data) if tensors.is_tensor(data) else None
 
 
 def _logical(data: object) -> str:
@@ -290,31 +305,60 @@ def _logical(data: object) -> str:
 
 
 # The name of a numpy dtype is composed anew each time that it is asked for.
-_NAMES: dict[object, str] = {item: name for name, item in ITEMS.items() if name != "bfloat16"}
+_NAMES: dict[object, str] = {item: name for name, item in ITEMS.items() if name not in RAW}
 
 
 def _array(data: object, kind: DType) -> Values:
     """Return data as an array of the item dtype; arrays are never converted, Python numbers only if they fit."""
     array = _numpy(data)
     if array is None:
-        return _numbers(cast("Sequence[Any]", data), kind)
+        return _stacked(data, kind) if _typed(data) else _numbers(cast("Sequence[Any]", data), kind)
     # The bits of a bfloat16 come as a bfloat16 array, or as plain uint16.
-    if _logical(data) != kind.logical and not (kind.logical == "bfloat16" and array.dtype == np.uint16):
+    if _logical(data) not in (kind.logical, _NAMES[kind.item]):
         raise SchemaError(f"values of {_logical(data)} do not fit a column of {kind.name}")
-    return np.ascontiguousarray(array, dtype=kind.item)
+    return np.asarray(array, dtype=kind.item, order="C")
+
+
+def _typed(data: object) -> "TypeGuard[Sequence[object]]":
+    """Whether this is a list of arrays or tensors."""
+    return isinstance(data, list | tuple) and len(data) > 0 and _numpy(data[0]) is not None
+
+
+def _stacked(cells: Sequence[object], kind: DType) -> Values:
+    try:
+        return np.stack([_array(cell, kind) for cell in cells])
+    except ValueError as error:
+        raise SchemaError(f"the cells of a column of {kind.name} have one shape: {error}") from error
 
 
 def _numbers(data: Sequence[Any], kind: DType) -> Values:
     try:
-        plain = np.asarray(data)
+        plain = _plain(data)
         exact = len(plain) == 0 or plain.dtype.kind in _TAKES[kind.item.kind]
         with np.errstate(over="raise"):
-            values = np.array(data, dtype=kind.item) if exact and kind.logical != "bfloat16" else None
+            values = np.array(data, dtype=kind.item) if exact and kind.logical not in RAW else None
     except (FloatingPointError, ValueError, TypeError, OverflowError) as error:
         raise SchemaError(f"the values do not fit a column of {kind.name}: {error}") from error
     if values is None:
         raise SchemaError(f"values of {plain.dtype} do not fit a column of {kind.name}")
     return values if len(values) else values.reshape(0, *kind.shape)
+
+
+def _plain(data: Sequence[Any]) -> Values:
+    """Return numbers as an array; numpy takes integers beyond int64 for floats where smaller ones stand beside them."""
+    plain = np.asarray(data)
+    if plain.dtype != np.float64 or not np.any(np.abs(plain) >= 2**63):
+        return plain
+    each = np.asarray(data, object)
+    return each.astype(np.uint64) if all(isinstance(one, int | np.integer) for one in each.flat) else plain
+
+
+def _fill(value: float, kind: DType) -> Values:
+    """Return a number as one value of a column, by its bits where numpy has not the dtype."""
+    if kind.logical in RAW:
+        return tensors.bits(value, kind.logical)
+    known = bool(value) if kind.logical == "bool" and value in (0, 1) else value
+    return _numbers([known], dense(kind.logical))
 
 
 def _texts(kind: DType, data: Sequence[Any]) -> Column:
@@ -335,20 +379,28 @@ def _encoded(cells: list[str]) -> list[bytes]:
 
 
 def _lists(kind: DType, data: object) -> Column:
+    if tensors.is_tensor(data) and data.is_nested:
+        data = data.unbind()
+    if tensors.are_tensors(data):
+        values, sizes = tensors.joined(data)
+        return Column.ragged(_array(values, kind), bounds_of(sizes), kind.name)
     whole = _numpy(data)
-    if whole is not None and whole.ndim == 2:
+    if whole is not None and whole.ndim == 2 + len(kind.shape):
         offsets = np.arange(len(whole) + 1, dtype=np.int64) * whole.shape[1]
-        return Column(kind, _array(data, kind).reshape(-1), offsets)
+        return Column.ragged(_array(data, kind).reshape(-1, *whole.shape[2:]), offsets, kind.name)
     if whole is not None:
-        raise SchemaError(f"a column of {kind.name} needs an array of shape (n, length) or a list of arrays")
+        raise SchemaError(f"a column of {kind.name} needs a list of arrays, or one array that is a batch of them")
     cells = [_array(cell, kind) for cell in cast("Sequence[object]", data)]
-    if any(cell.ndim != 1 for cell in cells):
-        raise SchemaError(f"each cell of a column of {kind.name} has one dimension")
+    if any(cell.ndim == 0 or cell.shape[1:] != kind.shape for cell in cells):
+        raise SchemaError(f"each cell of a column of {kind.name} has shape {_shape(kind)}")
     lengths = np.fromiter(map(len, cells), np.int64, len(cells))
-    return Column(kind, np.concatenate(cells) if cells else np.empty(0, kind.item), bounds_of(lengths))
+    return Column(kind, np.concatenate(cells) if cells else np.empty((0, *kind.shape), kind.item), bounds_of(lengths))
 
 
 def _inferred(data: object) -> str:
+    if tensors.is_tensor(data) and data.is_nested:
+        first = next(iter(data.unbind()), None)
+        return ragged(_logical(data), () if first is None else first.shape[1:]).name
     array = _numpy(data)
     if array is not None:
         return "string" if array.dtype.kind == "U" else dense(_logical(data), array.shape[1:]).name
@@ -359,7 +411,16 @@ def _inferred(data: object) -> str:
     if isinstance(first, str | bytes):
         return "string" if isinstance(first, str) else "bytes"
     if isinstance(first, list | tuple):
-        return f"list<{np.asarray([value for cell in cells for value in cast('list[object]', cell)]).dtype.name}>"
-    if _numpy(first) is not None and cast("Values", _numpy(first)).ndim:
-        return f"list<{_logical(first)}>"
-    return _logical(np.asarray(cells))
+        return _of_lists(cast("Sequence[Sequence[object]]", cells))
+    array = _numpy(first)
+    if array is None:
+        return _logical(_plain(cells))
+    return ragged(_logical(first), array.shape[1:]).name if array.ndim else _logical(first)
+
+
+def _of_lists(cells: Sequence[Sequence[object]]) -> str:
+    try:
+        flat = np.asarray(list(itertools.chain.from_iterable(cells)))
+    except ValueError as error:
+        raise SchemaError(f"lists of lists have items of one shape: {error}") from error
+    return ragged(_logical(flat), flat.shape[1:]).name

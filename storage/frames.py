@@ -1,11 +1,13 @@
 """A batch as a layout and raw buffers.
 
 The buffers of all columns follow in order, values before offsets. Those below `SMALL` bytes are joined in the
-first frame, each at a multiple of 8; each larger one is a frame of its own and is never copied here, or lies in
-memory that both ends map, and then only its place is sent. The sizes that the layout claims are compared with
-the frames before anything is made of them.
+first frame, each at a multiple of 8. A larger one lies in memory that both ends map, and then only its place is
+sent, or it is a frame of its own and is never copied here; of more than `MAX_FRAME` bytes it is cut into frames
+of that size and a rest, which the receiver joins: there it costs a copy. The sizes that the layout claims are
+compared with the frames before anything is made of them.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
@@ -66,9 +68,8 @@ def pack(batch: Batch, memory: Memory | None = None) -> tuple[Layout, list[Buffe
     small = _joined([buffer.data for buffer in buffers if buffer.size < SMALL])
     large = [buffer for buffer in buffers if buffer.size >= SMALL]
     places = memory.place(large) if large and memory is not None else []
-    frames: list[Buffer] = [small] if places else [small, *(buffer.data for buffer in large)]
-    if any(len(frame) > MAX_FRAME for frame in frames):
-        raise SchemaError(f"a column of {max(map(len, frames))} bytes; at most {MAX_FRAME} cross the wire at once")
+    cut = () if places else (piece for buffer in large for piece in _cut(buffer.data))
+    frames: list[Buffer] = [small, *cut]
     return Layout(len(batch), columns, _checksum(frames), places), frames
 
 
@@ -89,6 +90,17 @@ def unpack(layout: Layout, frames: Sequence[Buffer], memory: Memory | None = Non
         raise WireError(str(error)) from error
 
 
+def _cut(buffer: memoryview) -> list[memoryview]:
+    return [buffer[at : at + MAX_FRAME] for at in range(0, len(buffer), MAX_FRAME)]
+
+
+def _pieces(size: int) -> Iterator[int]:
+    """Return the bytes of each frame of a large buffer."""
+    yield from itertools.repeat(MAX_FRAME, size // MAX_FRAME)
+    if size % MAX_FRAME:
+        yield size % MAX_FRAME
+
+
 def _joined(buffers: list[memoryview]) -> bytes:
     parts: list[Buffer] = []
     for buffer in buffers:
@@ -106,8 +118,8 @@ def _checksum(frames: Sequence[Buffer]) -> int:
 def _sizes(column: ColumnLayout, rows: int) -> Iterator[int]:
     """Return the bytes of each buffer of a column."""
     kind = dtype(column.dtype)
-    cell = kind.item.itemsize * int(np.prod(kind.shape, dtype=object))
-    if column.bytes < 0 or (not kind.ragged and column.bytes != rows * cell) or column.bytes % kind.item.itemsize:
+    whole = column.bytes % kind.nbytes == 0 if kind.ragged else column.bytes == rows * kind.nbytes
+    if column.bytes < 0 or not whole:
         raise WireError(f"column {column.name!r}: {column.bytes} bytes for {rows} rows of {kind.name}")
     yield column.bytes
     if kind.ragged:
@@ -127,10 +139,17 @@ def _found(sizes: list[int], places: list[tuple[int, int]], memory: Memory | Non
 def _split(sizes: list[int], frames: Sequence[Buffer], placed: list[Buffer] | None) -> Iterator[Buffer]:
     """Return the buffers, after the claimed sizes have been compared with the frames."""
     small = sum(size + -size % 8 for size in sizes if size < SMALL)
-    wanted = [small, *(size for size in sizes if size >= SMALL and placed is None)]
-    if wanted != [len(frame) for frame in frames]:
-        raise WireError(f"frames of {[len(frame) for frame in frames]} bytes where the layout has {wanted}")
-    return _walk(sizes, memoryview(frames[0]), iter(frames[1:] if placed is None else placed))
+    large = [size for size in sizes if size >= SMALL] if placed is None else []
+    found = [len(frame) for frame in frames]
+    # A forged size could ask for any number of pieces: they are not listed before the sum is that of the frames.
+    if small + sum(large) != sum(found):
+        raise WireError(f"frames of {sum(found)} bytes where the columns of the layout have {sizes}")
+    wanted = [small, *(piece for size in large for piece in _pieces(size))]
+    if wanted != found:
+        raise WireError(f"frames of {found} bytes where the layout has {wanted}")
+    rest = iter(frames[1:])
+    whole = iter(placed) if placed is not None else (_whole(size, rest) for size in large)
+    return _walk(sizes, memoryview(frames[0]), whole)
 
 
 def _walk(sizes: list[int], joined: memoryview, large: Iterator[Buffer]) -> Iterator[Buffer]:
@@ -143,12 +162,22 @@ def _walk(sizes: list[int], joined: memoryview, large: Iterator[Buffer]) -> Iter
             at += size + -size % 8
 
 
+def _whole(size: int, pieces: Iterator[Buffer]) -> Buffer:
+    if size <= MAX_FRAME:
+        return next(pieces)
+    whole, at = np.empty(size, np.uint8), 0
+    for piece in itertools.islice(pieces, -(-size // MAX_FRAME)):
+        whole[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    return whole.data
+
+
 def _column(layout: ColumnLayout, rows: int, buffers: Iterator[Buffer]) -> Column:
     kind = dtype(layout.dtype)
     values = _values(next(buffers), kind)
     if not kind.ragged:
         return Column(kind, values.reshape(rows, *kind.shape))
-    column = Column.ragged(values, _aligned(np.frombuffer(next(buffers), np.int64)), kind.name)
+    column = Column.ragged(values.reshape(-1, *kind.shape), _aligned(np.frombuffer(next(buffers), np.int64)), kind.name)
     if kind.kind == "string":
         _check_text(column)
     return column

@@ -85,7 +85,7 @@ class Room:
         kind = self._schema.dtype(name)
         if kind.ragged != bool(np.ndim(cells)):
             raise SchemaError(f"column {name!r} is {kind.name}: expected {'lengths' if kind.ragged else 'a number'}")
-        return (int(self._offsets[name][-1]),) if kind.ragged else (int(np.asarray(cells)), *kind.shape)
+        return (int(self._offsets[name][-1] if kind.ragged else np.asarray(cells)), *kind.shape)
 
     def __getitem__(self, name: str) -> Values:
         """Return the values of a column, to be written: flat for a ragged one."""

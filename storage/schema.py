@@ -1,10 +1,12 @@
 """Names of dtypes and the columns of a table.
 
 A dtype is a fixed one (`float32`), a dense cell of a fixed shape (`float32[2,3]`), a ragged sequence
-(`list<int64>`), `string` or `bytes`. Dtypes are compared by name: nothing is ever promoted or narrowed.
+(`list<int64>`), a ragged sequence of dense items (`list<float32[2]>`), `string` or `bytes`. Dtypes are
+compared by name: nothing is ever promoted or narrowed.
 Every table has the identity columns of `IDENTITY` beside its own.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +20,14 @@ from asyncflow.errors import SchemaError
 Kind = Literal["fixed", "list", "string", "bytes"]
 
 _INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-# numpy has no bfloat16: its bits are kept as uint16, and only the name tells them apart.
-ITEMS: dict[str, np.dtype[np.generic]] = {
-    name: np.dtype(name) for name in ("bool", *_INTEGERS, "float16", "float32", "float64")
-} | {"bfloat16": np.dtype("uint16")}
+_FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+RAW: dict[str, np.dtype[np.generic]] = {"bfloat16": np.dtype("uint16"), **dict.fromkeys(_FLOAT8, np.dtype("uint8"))}
+"""Dtypes that numpy has not: their bits are kept as integers, and only the name tells them apart."""
+
+ITEMS: dict[str, np.dtype[np.generic]] = {name: np.dtype(name) for name in ("bool", *_INTEGERS, *_FLOATS)} | RAW
+"""What one value is stored as, by the name of its dtype."""
 
 IDENTITY: dict[str, str] = {
     "source": "string",
@@ -34,7 +40,11 @@ IDENTITY: dict[str, str] = {
 MAX_COLUMNS = 64
 """Columns of a table with its identity columns: presence is one bit of a uint64 for each."""
 
-_NAME = re.compile(r"(?:list<(?P<list>\w+)>|(?P<item>\w+)(?:\[(?P<shape>\d+(?:,\d+)*)\])?)")
+MAX_AXES = 24
+MAX_VALUES = 1 << 40
+"""Of one cell or item; an axis of no length counts as one."""
+
+_NAME = re.compile(r"(?P<list>list<)?(?P<item>\w+)(?:\[(?P<shape>\d{1,18}(?:,\d{1,18})*)\])?(?(list)>)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +57,17 @@ class DType:
     logical: str
     """Name of the dtype of one value: `bfloat16` for `list<bfloat16>`."""
     shape: tuple[int, ...] = ()
-    """Shape of one cell of a fixed dtype."""
+    """Shape of one cell of a fixed dtype, of one item of a ragged one."""
 
     @property
     def ragged(self) -> bool:
         """Whether cells differ in length, so that the column has offsets."""
         return self.kind != "fixed"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one cell of a fixed dtype, of one item of a ragged one."""
+        return self.item.itemsize * math.prod(self.shape)
 
 
 @cache
@@ -63,22 +78,34 @@ def dtype(name: str) -> DType:
     if name == "bytes":
         return DType(name, "bytes", np.dtype("uint8"), "uint8")
     match = _NAME.fullmatch(name)
-    logical = (match["list"] or match["item"]) if match else ""
-    if match is None or logical not in ITEMS:
-        raise SchemaError(f"unknown dtype {name!r}; known: {', '.join(ITEMS)}, string, bytes, list<T>, T[n,m]")
-    if match["list"]:
-        return DType(name, "list", ITEMS[logical], logical)
+    if match is None or match["item"] not in ITEMS:
+        raise SchemaError(
+            f"unknown dtype {name!r}; known: {', '.join(ITEMS)}, string, bytes, list<T>, T[n,m], list<T[n]>"
+        )
     shape = tuple(int(size) for size in match["shape"].split(",")) if match["shape"] else ()
-    return DType(_dense(logical, shape), "fixed", ITEMS[logical], logical, shape)
+    if len(shape) > MAX_AXES or math.prod(max(size, 1) for size in shape) > MAX_VALUES:
+        raise SchemaError(f"{name!r}: at most {MAX_AXES} axes and {MAX_VALUES} values, for numpy to make one of it")
+    if not match["list"]:
+        return dense(match["item"], shape)
+    if 0 in shape:
+        raise SchemaError(f"{name!r}: an item of a ragged column has at least one value")
+    return ragged(match["item"], shape)
 
 
-def _dense(logical: str, shape: tuple[int, ...]) -> str:
-    return f"{logical}[{','.join(map(str, shape))}]" if shape else logical
-
-
-def dense(logical: str, shape: tuple[int, ...]) -> DType:
+@cache
+def dense(logical: str, shape: tuple[int, ...] = ()) -> DType:
     """Return the dtype of cells of this shape."""
-    return dtype(_dense(logical, shape))
+    return DType(_shaped(logical, shape), "fixed", ITEMS[logical], logical, shape)
+
+
+@cache
+def ragged(logical: str, shape: tuple[int, ...] = ()) -> DType:
+    """Return the dtype of sequences of items of this shape."""
+    return DType(f"list<{_shaped(logical, shape)}>", "list", ITEMS[logical], logical, shape)
+
+
+def _shaped(logical: str, shape: tuple[int, ...]) -> str:
+    return f"{logical}[{','.join(map(str, shape))}]" if shape else logical
 
 
 class Schema:

@@ -159,7 +159,6 @@ def _share(block: Block) -> float:
     used = total = 0
     for name in block.batch.names:
         column = block.batch[name]
-        size = column.values.itemsize
-        used += int(column.lengths[kept].sum()) * size
-        total += len(column.bits)
+        used += int(column.lengths[kept].sum()) * column.item_bytes
+        total += column.values.nbytes
     return used / total if total else len(kept) / len(block.batch)

@@ -34,7 +34,7 @@ def put(table, count, **columns):
 
 
 def test_every_dtype_comes_back_bit_for_bit(queue):
-    raw = np.random.default_rng(3).integers(0, 256, 8 * 24, np.uint8)
+    raw = np.random.default_rng(3).integers(0, 256, 16 * 24, np.uint8)
     columns = {}
     for name, item in ITEMS.items():
         flat = (raw & 1 if name == "bool" else raw).view(item)[:24]
@@ -57,6 +57,9 @@ def test_texts_bytes_and_extremes_come_back(queue):
             "empty": [np.empty(0, np.float32)] * 4,
             "long": [np.arange(n, dtype=np.int32) for n in (0, 50_000, 1, 0)],
             "dense": np.arange(24, dtype=np.int8).reshape(4, 2, 3),
+            "flat": np.zeros((4, 0, 2), np.uint16),
+            "vectors": [np.full((n, 3), -0.0, np.float16) for n in (0, 9_000, 1, 0)],
+            "strided": np.arange(16.0).reshape(4, 4).T[::-1, ::2],
         }
     )
     table = queue.create_table("texts", batch.schema)
