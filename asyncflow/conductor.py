@@ -132,7 +132,7 @@ class Conductor:
         if isinstance(event, Stepped):
             self._steps.stepped(event, self.board)
         elif isinstance(event, Worked):
-            self._steps.worked(event, self.board, self.steps_before)
+            self._steps.worked(event, self.board)
         self.board.take(replica, event)
         if isinstance(event, Published) and not self.board.stopping:
             for engine in self.board.engines:
@@ -169,6 +169,7 @@ class Conductor:
         if self.resume is not None:
             record = checkpoint.progress(self.resume)
             self.steps_before, self._warmups_before = int(record["step"]), int(record["warmups"])
+            self._steps.before = {"train": self.steps_before, "warmup": self._warmups_before}
             if str(record["version"]) in record["orders"]:
                 position = record["orders"][str(record["version"])]
                 self._admitted = int(position["admitted"])

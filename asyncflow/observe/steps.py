@@ -1,6 +1,6 @@
 """One record for each optimizer step, made from the events of the stages."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from asyncflow.board import Board
 from asyncflow.execute.messages import Stepped, Worked
@@ -12,6 +12,8 @@ class StepLog:
     """Writes a step's record once the trainer's time on it is known too; told before the board is."""
 
     metrics: Metrics
+    before: dict[str, int] = field(default_factory=dict)
+    """Steps by table that the checkpoint has, of which this run goes on."""
     _stepped: Stepped | None = None
     _lost_before: int = 0
 
@@ -22,13 +24,17 @@ class StepLog:
             self._stepped = replace(event, metrics={**event.metrics, "rows_dropped": lost - self._lost_before})
             self._lost_before = lost
         else:
-            step = board.steps[event.table] + 1
-            self.metrics.log(event.table, {"step": step, "version": event.version, **event.metrics})
+            self._log(event.table, event, board)
 
-    def worked(self, event: Worked, board: Board, steps_before: int) -> None:
-        """Count a stage's time; the trainer's ends a step, numbered after those of the runs before this one."""
+    def worked(self, event: Worked, board: Board) -> None:
+        """Count a stage's time; the trainer's ends a step."""
         self.metrics.worked(event)
         if event.stage == "train" and self._stepped is not None:
             made, self._stepped = self._stepped, None
-            step = board.steps["train"] + steps_before
-            self.metrics.log("step", {"step": step, "version": made.version, **made.metrics})
+            self._log("step", made, board)
+
+    def _log(self, kind: str, event: Stepped, board: Board) -> None:
+        step = self.before.get(event.table, 0) + board.steps[event.table]
+        if kind != "step":  # told before the board counts it; a step of the trainer is logged after that
+            step += 1
+        self.metrics.log(kind, {"step": step, "version": event.version, **event.metrics})
