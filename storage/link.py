@@ -9,10 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from asyncflow.errors import StorageError, WaitTimeout
+from asyncflow.errors import QueueClosed, StorageError, WaitTimeout
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch
-from asyncflow.storage.controller import Controller, Outcome
+from asyncflow.storage.controller import Controller
+from asyncflow.storage.ticket import Outcome, gathered
 
 if TYPE_CHECKING:
     from asyncflow.storage.server import Server
@@ -53,7 +54,7 @@ class Pending:
             # A fresh one for each who waits, so that threads do not share a traceback.
             raise type(outcome)(*outcome.args)
         assert outcome is not None
-        return outcome
+        return outcome[0], gathered(outcome[1])
 
 
 class Link(Protocol):
@@ -74,9 +75,9 @@ class Link(Protocol):
 class EmbeddedLink:
     """The controller in this process, which ends with this link."""
 
-    def __init__(self) -> None:
+    def __init__(self, controller: Controller | None = None) -> None:
         self.url = "embedded://"
-        self._controller = Controller()
+        self._controller = Controller() if controller is None else controller
         self._session = self._controller.join()
         self._servers: list[Server] = []
 
@@ -90,6 +91,8 @@ class EmbeddedLink:
 
     def serve(self, url: str) -> str:
         """Let other processes of this host in at `url`."""
+        if self._controller.closed:
+            raise QueueClosed(f"the queue is closed: it cannot be served at {url}")
         from asyncflow.storage.server import Server  # brings the sockets, which an embedded queue never needs
 
         server = Server(self._controller, url)
