@@ -65,12 +65,9 @@ class Traits:
 
 def _check(trait: Trait, kind: DType) -> None:
     what, column = trait
-    whole = kind.item.kind in "iu" and kind.logical != "bfloat16"
-    fits = {
-        "tokens": kind.kind == "list" or (whole and not kind.shape),
-        "version": whole and kind.kind in ("fixed", "list"),
-        "priority": kind.kind == "fixed" and not kind.shape and kind.logical != "bfloat16",
-    }
+    number = kind.kind in ("fixed", "list") and kind.logical != "bfloat16"
+    whole, single = number and kind.item.kind in "iu", kind.kind == "fixed" and not kind.shape
+    fits = {"tokens": kind.kind == "list" or (whole and single), "version": whole, "priority": number and single}
     if not fits[what]:
         raise SchemaError(f"column {column!r} is {kind.name}, which cannot tell the {what} of a row")
 
