@@ -147,6 +147,7 @@ class Arena:
         self._segments: dict[int, _Segment] = {}
         self._free: list[Slab] = []
         self._ended: deque[int] = deque()
+        self._readers: set[int] = set()
         self._last = 0
         self._owner: int | None = None
         self._closed = False
@@ -211,14 +212,16 @@ class Arena:
             segment.regions += 1
             return Region(segment.slab, offset, nbytes, self._ended, writable=False)
 
-    def pin(self, number: int, session: int) -> bool:
-        """Keep a segment for a session that is about to read it; False if it cannot map it."""
+    def admit(self, session: int) -> None:
+        """Hear of a session that maps the segments."""
         with self._lock:
-            segment = self._segments.get(number)
-            if segment is None or not segment.slab.shared:
-                return False
-            segment.pins[session] += 1
-            return True
+            self._readers.add(session)
+
+    def pin(self, number: int, session: int) -> None:
+        """Keep a segment for a session that is about to read it; one that has left will read nothing."""
+        with self._lock:
+            if session in self._readers:
+                self._segments[number].pins[session] += 1
 
     def unpin(self, counts: dict[int, int], session: int) -> None:
         """Hear that a session has let so many pins of segments go."""
@@ -233,6 +236,7 @@ class Arena:
     def forget(self, session: int) -> None:
         """Hear that a session has ended: what it could still write or read is not used again."""
         with self._lock:
+            self._readers.discard(session)
             for number, segment in list(self._segments.items()):
                 if segment.writer == session or segment.pins[session]:
                     segment.lost = True

@@ -20,6 +20,7 @@ from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.link import EmbeddedLink, Link, Pending
 from asyncflow.storage.memory import Room
 from asyncflow.storage.schema import Schema
+from asyncflow.storage.spec import Choice
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s, RowId
 
@@ -68,6 +69,10 @@ class TransferQueue:
         info = _call(self._link, wire.OpenTable(name), wire.TableInfo)
         return Table(self._link, name, Schema(info.columns))
 
+    def drop_table(self, name: str) -> None:
+        """End a table: its memory is freed, streams end with QueueClosed, what its leases would say with LeaseLost."""
+        _call(self._link, wire.DropTable(name), wire.Ok)
+
     def status(self) -> QueueStatus:
         """Return how all tables stand."""
         status = _call(self._link, wire.AskStatus(), wire.Status)
@@ -109,7 +114,7 @@ class Table:
         the last two are always filled in.
         """
         request = wire.Put(self.name, secrets.token_bytes(16), repeat)
-        rows = _call(self._link, request, wire.Rows, Batch.of(self.schema, batch), timeout)
+        rows = _call(self._link, request, wire.Rows, self._batch(batch), timeout)
         return wire.unpack(rows.rows)
 
     def room(self, cells: Mapping[str, int | Int64s]) -> Room:
@@ -127,7 +132,19 @@ class Table:
         Under a `lease`, all rows must be held by it and it must be in force (LeaseLost).
         """
         request = wire.Write(self.name, _pack(rows), lease.id if isinstance(lease, Lease) else lease)
-        _call(self._link, request, wire.Ok, Batch.of(self.schema, batch))
+        _call(self._link, request, wire.Ok, self._batch(batch))
+
+    def _batch(self, columns: "Batch | Mapping[str, ColumnData]") -> Batch:
+        names = columns.names if isinstance(columns, Batch) else columns.keys()
+        if not set(names) <= self.schema.columns.keys():
+            # Another client may have added them.
+            self.schema = Schema(_call(self._link, wire.OpenTable(self.name), wire.TableInfo).columns)
+        return Batch.of(self.schema, columns)
+
+    def add_columns(self, columns: Mapping[str, str]) -> None:
+        """Add columns, name to dtype, to the table and its living rows; the same again is harmless."""
+        info = _call(self._link, wire.AddColumns(self.name, dict(columns)), wire.TableInfo)
+        self.schema = Schema(info.columns)
 
     def read(self, rows: RowList, columns: Sequence[str]) -> Batch:
         """Return cells in the order of `rows` without consuming them (RowGone, ColumnMissing)."""
@@ -142,17 +159,33 @@ class Table:
         max_attempts: int = 3,
         lease_seconds: float = 600.0,
         durable: bool = False,
+        tokens: str | Sequence[str] = (),
+        version: str = "",
+        priority: str = "",
+        budget: int = 0,
+        uses: int = 1,
+        max_age: int | None = None,
+        share: float = 0.5,
+        seed: int = 0,
     ) -> None:
         """Declare a consumer group, which sees all living rows; the same again is harmless.
 
-        `sampler` is `fifo` or `group`. A row whose lease is lost for the `max_attempts`th time is dropped
-        with the reason `max_attempts:<task>`. The rows of a `durable` task retire only after `commit`.
+        A row whose lease is lost for the `max_attempts`th time is dropped with the reason
+        `max_attempts:<task>`. The rows of a `durable` task retire only after `commit`. `sampler` is
+
+        - `fifo`: in row order, `group`: whole groups;
+        - `token_balanced`: micro-batches of at most `budget` tokens for each of several ranks; `tokens` names
+          ragged columns, whose lengths add up, or an integer column;
+        - `freshest`: by the oldest version of a row, from the column `version`, the newest first;
+        - `priority`: by the column `priority`, the highest first;
+        - `replay`: new rows, and up to `share` of a batch rows that are done, drawn by `seed`: each is used
+          `uses` times in all, at most `max_age` versions behind the newest row (of column `version`).
         """
-        _call(
-            self._link,
-            wire.DeclareTask(self.name, name, list(reads), sampler, max_attempts, float(lease_seconds), durable),
-            wire.Ok,
-        )
+        names = (tokens,) if isinstance(tokens, str) else tuple(tokens)
+        choice = Choice(names, version, priority, budget, uses, max_age, float(share), seed)
+        seconds = float(lease_seconds)
+        request = wire.DeclareTask(self.name, name, list(reads), sampler, max_attempts, seconds, durable, choice)
+        _call(self._link, request, wire.Ok)
 
     def stream(
         self,
@@ -163,17 +196,24 @@ class Table:
         whole: bool = False,
         credit: int = 1,
         consumer: str = "",
+        rank: int = 0,
+        ranks: int | None = None,
+        split: bool = False,
     ) -> "Stream":
         """Open a stream of batches of `rows` or `groups`, or of all that is ready where neither is given.
 
         `partial` takes fewer than asked, at least one. `whole` waits until every living row that the task
         has not done is ready. `credit` is how many batches may be asked for at once: 1 leases nothing before
         `next` wants it; with more, so many less one are fetched ahead.
+
+        Of a `token_balanced` task, `rows` or `groups` are those of a step, which is divided over `ranks`, and the
+        stream gets the micro-batches of its `rank`. Groups stay whole in a micro-batch, unless `split`.
         """
-        for name, wish in (("rows", rows), ("groups", groups), ("credit", credit)):
+        wishes = {"rows": rows, "groups": groups, "credit": credit, "rank": rank, "ranks": ranks}
+        for name, wish in wishes.items():
             if wish is not None and (isinstance(wish, bool) or not isinstance(wish, int | np.integer)):
                 raise SchemaError(f"{name} of a stream: expected a whole number, found {wish!r}")
-        request = wire.OpenStream(self.name, task, rows, groups, partial, whole, consumer)
+        request = wire.OpenStream(self.name, task, rows, groups, partial, whole, consumer, rank, ranks, split)
         opened = _call(self._link, request, wire.Opened)
         return Stream(self._link, self.name, opened.stream, credit)
 
@@ -190,6 +230,10 @@ class Table:
         """Make every row ready again that a durable task has done with a later step (RowGone if committed)."""
         _call(self._link, wire.Rewind(self.name, task, step), wire.Ok)
 
+    def reset(self, task: str) -> None:
+        """Make all living rows ready again that a task has done or leased; its leases are over (LeaseLost)."""
+        _call(self._link, wire.Reset(self.name, task), wire.Ok)
+
     def drop(self, rows: RowList, reason: str) -> None:
         """Drop rows for a reason that the ledger keeps; rows that are gone already are left alone."""
         _call(self._link, wire.Drop(self.name, _pack(rows), reason), wire.Ok)
@@ -197,6 +241,10 @@ class Table:
     def seal(self) -> None:
         """Take no new rows: streams end when nothing more can come, and a last batch may be smaller."""
         _call(self._link, wire.Seal(self.name), wire.Ok)
+
+    def drop_table(self) -> None:
+        """End the table, as `TransferQueue.drop_table` does."""
+        _call(self._link, wire.DropTable(self.name), wire.Ok)
 
     def ledger(self) -> Counts:
         """Return what became of the rows."""
@@ -259,6 +307,8 @@ class Lease:
         """Row ids, in the order of the batch."""
         self.attempt = leased.attempt
         """How often the rows have been leased, this time included: the largest number among them."""
+        self.step, self.part, self.parts = leased.step, leased.part, leased.parts
+        """Of a `token_balanced` task: the number of the step's plan, and which micro-batch of how many this is."""
         self.batch = batch
         """The columns that the task reads, then the identity columns."""
 

@@ -16,14 +16,14 @@ _END = -1
 class Groups:
     """Slots of groups and the chains of their rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: int = 0) -> None:
         self._slots: dict[int, int] = {}
         self._ids = Rolling(np.int64)
         self._first = Rolling(np.int64, _END)
         self._last = Rolling(np.int64, _END)
         self._living = Rolling(np.int64)
-        self._next = Rolling(np.int64, _END)  # by row
-        self._slot = Rolling(np.int64)  # by row
+        self._next = Rolling(np.int64, _END, base)  # by row
+        self._slot = Rolling(np.int64, base=base)  # by row
         self.unused = 0
         """The smallest id above all that were ever used."""
 

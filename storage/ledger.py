@@ -9,7 +9,8 @@ a table without tasks stays. Leases are fenced: what comes under an id that is o
 """
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,29 +18,19 @@ import numpy.typing as npt
 
 from asyncflow.errors import LeaseLost, RowGone, SchemaError
 from asyncflow.storage.groups import Groups
+from asyncflow.storage.replay import Replay
 from asyncflow.storage.rolling import Rolling
-from asyncflow.storage.sampler import BLOCKED, DONE, GONE, LEASED, READY, SAMPLERS, Sampler, Wish, sampler
+from asyncflow.storage.sampler import BLOCKED, DONE, GONE, LEASED, READY, Part, Picked, Sampler, Wish
+from asyncflow.storage.sampling import sampler
+from asyncflow.storage.spec import TaskSpec
+from asyncflow.storage.traits import Traits
 from asyncflow.types import Int64s
 
+__all__ = ["Grant", "Ledger", "Task", "TaskSpec", "listed"]
+
 _LIVE, _DEAD = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSpec:
-    """How a task consumes a table."""
-
-    reads: tuple[str, ...]
-    sampler: str = "fifo"
-    max_attempts: int = 3
-    lease_seconds: float = 600.0
-    durable: bool = False
-
-    def check(self, name: str) -> None:
-        """Refuse settings that make no sense."""
-        if self.sampler not in SAMPLERS:
-            raise SchemaError(f"task {name!r}: no sampler {self.sampler!r}; there are {', '.join(SAMPLERS)}")
-        if self.max_attempts < 1 or not self.lease_seconds > 0:
-            raise SchemaError(f"task {name!r}: max_attempts and lease_seconds must be positive")
+_NONE = np.empty(0, np.int64)
+_ANY = Wish()
 
 
 @dataclass(slots=True)
@@ -52,6 +43,7 @@ class Grant:
     attempt: int
     expires: float
     holder: int
+    part: Part | None = None
 
 
 @dataclass(slots=True)
@@ -69,6 +61,11 @@ class Task:
     committed: int = -1
     unsettled: dict[int, list[Int64s]] = field(default_factory=dict)
     """Rows that a durable task has done but not committed, by step."""
+
+    @property
+    def replay(self) -> Replay | None:
+        """The sampler, if it may hand out done rows again."""
+        return self.sampler if isinstance(self.sampler, Replay) else None
 
     def admit(self, count: int, rows: Int64s, slots: Int64s) -> None:
         """Take in so many more rows, of which `rows` live; these are blocked."""
@@ -98,18 +95,20 @@ class Task:
 class Ledger:
     """The rows of one table."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: int = 0, leases: Iterator[int] | None = None) -> None:
+        """Start with row `base`; lease ids are drawn from `leases`, so that those of two ledgers never meet."""
         self.tasks: dict[str, Task] = {}
-        self.groups = Groups()
+        self.groups = Groups(base)
+        self.traits = Traits(base)
         self.admitted = self.done = 0
         self.dropped: dict[str, int] = {}
         self.sealed = False
-        self._state = Rolling(np.uint8)
-        self._written = Rolling(np.uint64)
-        self._undone = Rolling(np.int32)  # tasks that have not settled the row
+        self._state = Rolling(np.uint8, base=base)
+        self._written = Rolling(np.uint64, base=base)
+        self._undone = Rolling(np.int32, base=base)  # tasks that have not settled the row
         self._grants: dict[int, Grant] = {}
         self._expiries: list[tuple[float, int]] = []
-        self._last_lease = 0
+        self._leases = itertools.count(1) if leases is None else leases
         self._freed: list[Int64s] = []
 
     @property
@@ -121,6 +120,11 @@ class Ledger:
     def base(self) -> int:
         """Every row below this one is gone."""
         return self._state.base
+
+    @property
+    def stop(self) -> int:
+        """The row that is admitted next."""
+        return self._state.stop
 
     # Rows
 
@@ -138,6 +142,7 @@ class Ledger:
             task.admit(count, rows, slots)
             if written & task.need == task.need:
                 task.move(rows, slots, READY)
+        self._collect()
         return rows
 
     def alive(self, rows: Int64s) -> npt.NDArray[np.bool_]:
@@ -165,6 +170,12 @@ class Ledger:
             newly = (before & task.need != task.need) & (after & task.need == task.need)
             ready = rows[newly]
             task.move(ready, self.groups.slots(ready), READY)
+        self._collect()
+
+    def seal(self) -> None:
+        """Hear that no row will be admitted any more."""
+        self.sealed = True
+        self._collect()
 
     def drop(self, rows: Int64s, reason: str) -> None:
         """Drop rows for a reason; those that are gone already stay as they are."""
@@ -173,6 +184,7 @@ class Ledger:
         if len(rows):
             self.dropped[reason] = self.dropped.get(reason, 0) + len(rows)
             self._bury(rows)
+            self._collect()
 
     def freed(self) -> Int64s:
         """Return the rows that went since the last call."""
@@ -202,6 +214,7 @@ class Ledger:
         if base == self._state.base:
             return
         self.groups.forget(base)
+        self.traits.forget(base)
         for column in (self._state, self._written, self._undone):
             column.forget(base)
         for task in self.tasks.values():
@@ -218,7 +231,7 @@ class Ledger:
         spec.check(name)
         base = self._state.base
         arrays = Rolling(np.uint8, GONE, base), Rolling(np.int32, base=base)
-        task = Task(name, spec, need, sampler(spec.sampler, base, self.groups), *arrays)
+        task = Task(name, spec, need, sampler(spec, base, self.groups, self.traits), *arrays)
         rows = np.arange(base, self._state.stop)
         live = rows[self._state.at(rows) == _LIVE]
         task.admit(len(rows), live, self.groups.slots(live))
@@ -246,30 +259,37 @@ class Ledger:
         complete = task.counts[BLOCKED] == 0
         if wish.whole and not complete:
             return None
-        rows = task.sampler.pick(wish, short=wish.partial or wish.whole or (self.sealed and bool(complete)))
-        return self._grant(task, rows, now, holder) if len(rows) else None
+        picked = task.sampler.pick(wish, short=wish.partial or wish.whole or (self.sealed and bool(complete)))
+        return None if picked is None else self._grant(task, picked, now, holder)
 
-    def _grant(self, task: Task, rows: Int64s, now: float, holder: int) -> Grant:
-        self._last_lease += 1
+    def _grant(self, task: Task, picked: Picked, now: float, holder: int) -> Grant:
+        lease, rows = next(self._leases), picked.rows
         task.move(rows, self.groups.slots(rows), LEASED)
         task.attempts.put(rows, task.attempts.at(rows) + 1)
-        attempt = int(task.attempts.at(rows).max())
-        grant = Grant(self._last_lease, task.name, rows, attempt, now + task.spec.lease_seconds, holder)
+        attempt = int(task.attempts.at(rows).max(initial=1))
+        grant = Grant(lease, task.name, rows, attempt, now + task.spec.lease_seconds, holder, picked.part)
         self._grants[grant.id] = grant
         heapq.heappush(self._expiries, (grant.expires, grant.id))
         return grant
 
-    def exhausted(self, name: str, holder: int) -> bool:
+    def exhausted(self, name: str, holder: int, wish: Wish = _ANY) -> bool:
         """Whether nothing can come for this holder any more.
 
         The table is sealed, no row of the task is ready or blocked, and no other holder has rows that might
-        come back. Leases of the holder itself do not count: it would wait for itself.
+        come back. Leases of the holder itself do not count: it would wait for itself. What is planned for, or
+        leased by, another rank comes back to that rank only, and does not count either.
         """
         task = self.task(name)
-        if not self.sealed or task.counts[BLOCKED] or task.counts[READY]:
+        if not self.sealed or task.counts[BLOCKED] or task.counts[READY] > task.sampler.kept(wish):
             return False
         others = (grant for grant in self._grants.values() if grant.task == name and grant.holder != holder)
-        return task.counts[LEASED] == 0 or not any(len(self._held(grant)) for grant in others)
+        return not any(self._may_return(grant, wish) for grant in others)
+
+    def _may_return(self, grant: Grant, wish: Wish) -> bool:
+        """Whether what a lease holds could be handed out to who asks."""
+        if grant.part is not None:
+            return grant.part.rank == wish.rank
+        return len(self._held(grant)) > 0
 
     def grant(self, lease: int, now: float) -> Grant:
         """Return a lease that is in force; any other is refused (LeaseLost)."""
@@ -297,11 +317,28 @@ class Ledger:
             raise SchemaError(f"task {task.name!r} is durable: done needs the step that used the rows")
         del self._grants[grant.id]
         task.move(rows, self.groups.slots(rows), DONE)
-        task.done += len(rows)
-        if step is not None and task.spec.durable and step > task.committed:
+        later = step is not None and task.spec.durable and step > task.committed
+        if later and step is not None:
             task.unsettled.setdefault(step, []).append(rows)
-        else:
+        if task.replay is not None:
+            task.attempts.put(rows, 0)
+            task.done += task.replay.used(rows, step if later and step is not None else task.committed)
+            self._collect()
+            return
+        task.done += len(rows)
+        if not later:
             self._settle(rows)
+
+    def _collect(self) -> None:
+        """Settle the rows that replaying tasks are over with; those of a step that is not committed wait for it."""
+        for task in self.tasks.values():
+            if task.replay is None:
+                continue
+            if self.sealed and not task.counts[:DONE].any():
+                task.replay.end()
+            rows = task.replay.over()
+            rows = rows[self.alive(rows)]
+            self._settle(rows[task.replay.over_by(rows, task.status.at(rows), task.committed)])
 
     def extend(self, lease: int, seconds: float, now: float) -> None:
         """Let a lease in force run until `seconds` from now."""
@@ -345,6 +382,8 @@ class Ledger:
         spent = task.attempts.at(rows) >= task.spec.max_attempts
         task.move(rows[~spent], self.groups.slots(rows[~spent]), READY)
         self.drop(rows[spent], f"max_attempts:{task.name}")
+        if grant.part is not None:
+            grant.part.give_back()
 
     # Durable tasks
 
@@ -353,18 +392,52 @@ class Ledger:
         task = self._durable(name)
         task.committed = max(task.committed, step)
         for key in sorted(key for key in task.unsettled if key <= step):
-            self._settle(self._living(task.unsettled.pop(key)))
+            rows = self._living(task.unsettled.pop(key))
+            if task.replay is not None:
+                # A row that is used again later, or may be, goes with its last use.
+                rows = np.unique(rows)
+                rows = rows[task.replay.over_by(rows, task.status.at(rows), key)]
+            self._settle(rows)
 
     def rewind(self, name: str, step: int) -> None:
         """Make every row ready again that a durable task has done with a later step."""
         task = self._durable(name)
         if step < task.committed:
             raise RowGone(f"task {name!r} has committed step {task.committed}: it cannot go back to step {step}")
-        for key in [key for key in task.unsettled if key > step]:
-            rows = self._living(task.unsettled.pop(key))
-            task.attempts.put(rows, 0)
-            task.done -= len(rows)
-            task.move(rows, self.groups.slots(rows), READY)
+        later = [part for key in list(task.unsettled) if key > step for part in task.unsettled.pop(key)]
+        rows = self._living([*later, _NONE])
+        task.done -= len(rows) if task.replay is None else task.replay.unused(rows)
+        task.sampler.restart()
+        # A row that is replayed at this moment is under lease: it stays there.
+        rows = np.unique(rows[task.status.at(rows) == DONE])
+        task.attempts.put(rows, 0)
+        task.move(rows, self.groups.slots(rows), READY)
+
+    def reset(self, name: str) -> None:
+        """Make all living rows ready again that a task has done or leased; its leases are over."""
+        task = self.task(name)
+        grants = [grant for grant in self._grants.values() if grant.task == name]
+        for grant in grants:
+            del self._grants[grant.id]
+        task.sampler.restart()
+        status = task.status.span(task.status.base, task.status.stop)
+        rows = task.status.base + np.flatnonzero((status == DONE) | (status == LEASED))
+        done = rows[task.status.at(rows) == DONE]
+        settled = done[~np.isin(done, self._open(task))]
+        self._undone.put(settled, self._undone.at(settled) + 1)
+        task.done -= len(done) if task.replay is None else task.replay.anew(rows)
+        task.committed = -1
+        task.unsettled.clear()
+        task.attempts.put(rows, 0)
+        task.move(rows, self.groups.slots(rows), READY)
+        for grant in grants:
+            if grant.part is not None:
+                grant.part.give_back()
+
+    def _open(self, task: Task) -> Int64s:
+        """Return the done rows that a task has not settled."""
+        again = _NONE if task.replay is None else task.replay.again
+        return self._living([again, *(part for parts in task.unsettled.values() for part in parts)])
 
     def _durable(self, name: str) -> Task:
         task = self.task(name)

@@ -10,12 +10,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from asyncflow.errors import StorageError, WaitTimeout
+from asyncflow.errors import QueueClosed, StorageError, WaitTimeout
 from asyncflow.storage import wire
 from asyncflow.storage.arena import Arena, Writer
 from asyncflow.storage.batch import Batch
-from asyncflow.storage.controller import Controller, Outcome
+from asyncflow.storage.controller import Controller
 from asyncflow.storage.memory import keep
+from asyncflow.storage.ticket import Outcome, gathered
 
 if TYPE_CHECKING:
     from asyncflow.storage.server import Server
@@ -56,7 +57,7 @@ class Pending:
             # A fresh one for each who waits, so that threads do not share a traceback.
             raise type(outcome)(*outcome.args)
         assert outcome is not None
-        return outcome
+        return outcome[0], gathered(outcome[1])
 
 
 class Link(Protocol):
@@ -80,9 +81,9 @@ class Link(Protocol):
 class EmbeddedLink:
     """The controller in this process, which ends with this link."""
 
-    def __init__(self) -> None:
+    def __init__(self, controller: Controller | None = None) -> None:
         self.url = "embedded://"
-        self._controller = Controller()
+        self._controller = Controller() if controller is None else controller
         self._session = self._controller.join()
         self._servers: list[Server] = []
         self._arena = Arena()
@@ -98,6 +99,8 @@ class EmbeddedLink:
 
     def serve(self, url: str) -> str:
         """Let other processes of this host in at `url`."""
+        if self._controller.closed:
+            raise QueueClosed(f"the queue is closed: it cannot be served at {url}")
         from asyncflow.storage.server import Server  # brings the sockets, which an embedded queue never needs
 
         with suppress(OSError):  # without shared memory everything crosses the socket

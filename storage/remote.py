@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncflow.errors import QueueClosed, StorageError, WaitTimeout, WireError
 from asyncflow.storage import wire
+from asyncflow.storage.address import check_port
 from asyncflow.storage.arena import Slab, Window, Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.frames import MAX_FRAME
@@ -26,6 +27,7 @@ class RemoteLink:
     """A connection to a controller that is served at `url`."""
 
     def __init__(self, url: str, timeout: float) -> None:
+        check_port(url, any_port=False)
         self.url = url
         self._peer = f"the queue at {url}"
         self._numbers = itertools.count(1)

@@ -41,6 +41,12 @@ class Rolling(Generic[T]):
         if self.base - self._first > len(self._data) // 2:
             self._move(max(2 * (self.stop - self.base), _LEAST))
 
+    def widen(self, width: int) -> None:
+        """Give each id so many values; new ones hold the fill value."""
+        data = np.full((len(self._data), width), self._fill, self._data.dtype)
+        data[:, : self._data.shape[1]] = self._data
+        self._data = data
+
     def _move(self, capacity: int) -> None:
         data = np.full((capacity, *self._data.shape[1:]), self._fill, self._data.dtype)
         data[: self.stop - self.base] = self.span(self.base, self.stop)

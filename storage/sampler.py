@@ -32,17 +32,43 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a stream asks for: `rows` or `groups` of them, or all there are where both are None."""
+    """What a stream asks for: `rows` or `groups` of them, or all there are where both are None.
+
+    With `ranks` these are the rows of a step, of which the stream gets the micro-batches of one `rank`.
+    """
 
     rows: int | None = None
     groups: int | None = None
     partial: bool = False
     whole: bool = False
+    rank: int = 0
+    ranks: int | None = None
+    split: bool = False
 
     @property
     def everything(self) -> bool:
         """Whether no number is named."""
         return self.rows is None and self.groups is None
+
+
+class Part(Protocol):
+    """A micro-batch of a step that was divided over ranks."""
+
+    rank: int
+    step: int
+    number: int
+    count: int
+
+    def give_back(self) -> None:
+        """Let the rank have it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The rows of a batch, none in a micro-batch of a rank that rows did not suffice for."""
+
+    rows: Int64s
+    part: Part | None = None
 
 
 class Sampler(Protocol):
@@ -57,11 +83,17 @@ class Sampler(Protocol):
     def forget(self, row: int, slot: int) -> None:
         """Hear that rows and slots below these are gone for good."""
 
-    def pick(self, wish: Wish, short: bool) -> Int64s:
-        """Return the rows of the next batch, none if it cannot be formed; `short` allows a smaller one."""
+    def pick(self, wish: Wish, short: bool) -> Picked | None:
+        """Return the next batch, None if it cannot be formed; `short` allows a smaller one."""
 
     def accepts(self, wish: Wish) -> bool:
         """Whether this sampler can serve such a wish."""
+
+    def kept(self, wish: Wish) -> int:
+        """Return how many ready rows are kept for others than who asks."""
+
+    def restart(self) -> None:
+        """Let go of what was planned: the next batch is formed anew."""
 
 
 class Order:
@@ -153,7 +185,7 @@ class Fifo:
 
     def accepts(self, wish: Wish) -> bool:
         """Rows, never groups."""
-        return wish.groups is None
+        return wish.groups is None and wish.ranks is None
 
     def admitted(self, count: int, slots: Int64s) -> None:
         """Make room; a blocked row is of no interest."""
@@ -172,12 +204,19 @@ class Fifo:
         self._order.forget(row)
         self._ready.forget(row)
 
-    def pick(self, wish: Wish, short: bool) -> Int64s:
+    def kept(self, wish: Wish) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def restart(self) -> None:
+        """Nothing is planned."""
+
+    def pick(self, wish: Wish, short: bool) -> Picked | None:
         """Return the first rows that are ready."""
         count = self._count if wish.rows is None else min(wish.rows, self._count)
         if count == 0 or (wish.rows is not None and count < wish.rows and not short):
-            return _NONE
-        return self._order.take(count, self._ready)
+            return None
+        return Picked(self._order.take(count, self._ready))
 
 
 class Grouped:
@@ -194,7 +233,7 @@ class Grouped:
 
     def accepts(self, wish: Wish) -> bool:
         """Groups, never rows."""
-        return wish.rows is None
+        return wish.rows is None and wish.ranks is None
 
     def admitted(self, count: int, slots: Int64s) -> None:
         """Count new rows; a whole group that gets one is whole no longer."""
@@ -228,18 +267,17 @@ class Grouped:
         for column in (self._open, self._free, self._whole):
             column.forget(slot)
 
-    def pick(self, wish: Wish, short: bool) -> Int64s:
+    def kept(self, wish: Wish) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def restart(self) -> None:
+        """Nothing is planned."""
+
+    def pick(self, wish: Wish, short: bool) -> Picked | None:
         """Return the rows of the first whole groups."""
         count = self._count if wish.groups is None else min(wish.groups, self._count)
         if count == 0 or (wish.groups is not None and count < wish.groups and not short):
-            return _NONE
+            return None
         rows = self._groups.members(self._order.take(count, self._whole))
-        return rows[self._ready.at(rows)]
-
-
-SAMPLERS = ("fifo", "group")
-
-
-def sampler(name: str, base: int, groups: Groups) -> Sampler:
-    """Make a sampler by name, one of `SAMPLERS`, for rows from `base`."""
-    return Grouped(base, groups) if name == "group" else Fifo(base)
+        return Picked(rows[self._ready.at(rows)])

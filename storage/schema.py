@@ -138,6 +138,13 @@ class Schema:
     def __repr__(self) -> str:
         return f"Schema({ {name: kind for name, kind in self.columns.items() if name not in IDENTITY} })"
 
+    def with_columns(self, columns: Mapping[str, str]) -> "Schema":
+        """Return the schema with more columns after those there are; one it has must be of the same dtype."""
+        for name, kind in columns.items():
+            if name in self.columns and dtype(kind).name != self.columns[name]:
+                raise SchemaError(f"column {name!r} is {self.columns[name]}, not {kind}")
+        return Schema(self.columns | dict(columns))
+
     def dtype(self, column: str) -> DType:
         """Return the dtype of a column; an unknown one is a SchemaError."""
         if column not in self.columns:

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +22,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncflow.errors import StorageError, WireError
 from asyncflow.storage import wire
+from asyncflow.storage.address import check_port
 from asyncflow.storage.arena import Arena, Writer
 from asyncflow.storage.batch import Batch
-from asyncflow.storage.controller import Controller, Outcome, Ticket
+from asyncflow.storage.controller import Controller
 from asyncflow.storage.frames import MAX_FRAME
 from asyncflow.storage.memory import OwnerMemory
+from asyncflow.storage.ticket import Outcome, Ticket, gathered
+from asyncflow.storage.unit import Cells
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ HEARTBEAT_MS = 5_000
 SILENCE_MS = 20_000
 LINGER_MS = 1_000
 MAX_GRANT = 1 << 36
+GATHERERS = 2
 
 
 @dataclass(slots=True)
@@ -56,7 +61,9 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._wake = os.eventfd(0)
-        self._outbox: deque[tuple[bytes, int, Outcome]] = deque()
+        self._outbox: deque[tuple[bytes, int, Outcome | list[wire.Buffer]]] = deque()
+        # Cells are copied there, so that a large batch holds up neither this loop nor the controller.
+        self._gatherers = ThreadPoolExecutor(GATHERERS, "asyncflow-gather")
         self._peers: dict[bytes, Peer] = {}
         self._connected: set[int] = set()
         self._stopping = False
@@ -89,6 +96,7 @@ class Server:
             if self._socket in ready:
                 self._receive()
             self._flush()
+        self._gatherers.shutdown()
         self._flush()
         self._free()
 
@@ -148,6 +156,7 @@ class Server:
                 if other in peer.tickets:
                     self._controller.cancel(peer.tickets[other])
             case wire.Map():
+                self._arena.admit(peer.session)
                 peer.memory = OwnerMemory(self._arena, self._writer, peer.session)
             case wire.Unpin(counts):
                 self._arena.unpin(counts, peer.session)
@@ -189,23 +198,42 @@ class Server:
 
     def _reply(self, name: bytes, number: int, outcome: Outcome) -> None:
         """Queue an answer; called from any thread, also under the controller's lock."""
-        self._outbox.append((name, number, outcome))
         with self._lock:
-            if not self._stopping:
-                os.eventfd_write(self._wake, 1)
+            if self._stopping:
+                self._outbox.append((name, number, outcome))
+            elif isinstance(outcome, tuple) and isinstance(outcome[1], Cells) and outcome[1].costly:
+                self._gatherers.submit(self._gather, name, number, outcome)
+            else:
+                self._send(name, number, outcome)
+
+    def _send(self, name: bytes, number: int, outcome: Outcome | list[wire.Buffer]) -> None:
+        self._outbox.append((name, number, outcome))
+        os.eventfd_write(self._wake, 1)
+
+    def _gather(self, name: bytes, number: int, outcome: Outcome) -> None:
+        """Copy the cells of an answer, and queue it."""
+        peer = self._peers.get(name)
+        try:
+            frames = _frames(number, outcome, peer and peer.memory)
+        except Exception as error:
+            # A border as in `_receive`: nobody else would learn of it.
+            log.exception("a batch could not be gathered")
+            frames = _frames(number, StorageError(f"{type(error).__name__}: {error}"), None)
+        self._send(name, number, frames)
 
     def _flush(self) -> None:
         while self._outbox:
-            name, number, outcome = self._outbox.popleft()
+            name, number, answer = self._outbox.popleft()
             peer = self._peers.get(name)
-            self._socket.send_multipart([name, *_frames(number, outcome, peer and peer.memory)], copy=False)
+            frames = answer if isinstance(answer, list) else _frames(number, answer, peer and peer.memory)
+            self._socket.send_multipart([name, *frames], copy=False)
 
 
 def _frames(number: int, outcome: Outcome, memory: OwnerMemory | None) -> list[wire.Buffer]:
     if isinstance(outcome, StorageError):
         return wire.encode_answer(number, wire.failure(outcome), None)
     try:
-        return wire.encode_answer(number, *outcome, memory)
+        return wire.encode_answer(number, outcome[0], gathered(outcome[1]), memory)
     except StorageError as error:
         return wire.encode_answer(number, wire.failure(error), None)
 
@@ -232,6 +260,7 @@ def _bind(router: "zmq.Socket[bytes]", url: str) -> str:
         raise StorageError(f"{url}: an address to serve at is ipc:///path or tcp://127.0.0.1:port")
     if scheme == "ipc" and _taken(place):
         raise StorageError(f"{url}: another process serves there")
+    check_port(url, any_port=True)
     for option, value in _OPTIONS.items():
         router.setsockopt(option, value)
     try:

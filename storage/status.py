@@ -1,5 +1,7 @@
 """What a queue tells of itself; looking never consumes."""
 
+from typing import Literal
+
 import msgspec
 
 
@@ -36,6 +38,13 @@ class TableStatus(msgspec.Struct, frozen=True):
     columns: dict[str, str]
     tasks: dict[str, TaskCounts]
     sealed: bool
+    state: Literal["open", "draining", "drained"] = "open"
+    """Draining is sealed with rows left, drained is sealed and empty."""
+    max_rows: int | None = None
+    max_bytes: int | None = None
+    """Bounds admission: cells that are written to rows which are in already may exceed it."""
+    waiting_puts: int = 0
+    """Puts that are held back until there is room."""
 
 
 class QueueStatus(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ Every method either does all of its work or raises and changes nothing. Nothing 
 fits now is a question (`fits`), and who waits for it is the controller's business.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,9 @@ from asyncflow.storage.batch import Batch, Column
 from asyncflow.storage.frames import MAX_ROWS
 from asyncflow.storage.ledger import Ledger, listed
 from asyncflow.storage.schema import Schema
+from asyncflow.storage.spec import TaskSpec
 from asyncflow.storage.status import Counts, TableStatus, TaskCounts
-from asyncflow.storage.unit import Unit
+from asyncflow.storage.unit import Cells, Unit
 from asyncflow.types import Int64s
 
 # A put that is sent again is recognised among this many before it.
@@ -53,10 +55,13 @@ class Intake:
 class Store:
     """The rows of one table."""
 
-    def __init__(self, name: str, schema: Schema, limits: Limits) -> None:
+    def __init__(
+        self, name: str, schema: Schema, limits: Limits, base: int = 0, leases: Iterator[int] | None = None
+    ) -> None:
+        """Begin with row `base` and take lease ids from `leases`: neither may mean what it meant to another table."""
         self.name, self.schema, self.limits = name, schema, limits
-        self.ledger = Ledger()
-        self._unit = Unit(schema.columns)
+        self.ledger = Ledger(base, leases)
+        self._unit = Unit(schema.columns, base)
         self._puts: dict[bytes, Int64s] = {}
 
     def intake(self, batch: Batch, repeat: int, put_id: bytes) -> Intake:
@@ -99,12 +104,19 @@ class Store:
             shared = shared.with_columns({"group_id": np.arange(fresh, fresh + count)})
         groups: Int64s = np.repeat(shared["group_id"].array, repeat)
         written = self.schema.mask([*shared.names, *intake.own.names])
-        rows = self.ledger.admit(len(groups), groups, written)
+        rows = np.arange(self.ledger.stop, self.ledger.stop + len(groups))
         self._unit.admit(len(rows))
-        self._unit.put(rows, shared, np.repeat(np.arange(count), repeat))
-        self._unit.put(rows, intake.own, np.tile(np.arange(repeat), count))
+        self.ledger.traits.grow(len(rows))
+        self._place(rows, shared, np.repeat(np.arange(count), repeat))
+        self._place(rows, intake.own, np.tile(np.arange(repeat), count))
+        # The last thing: what is ready may be chosen at once, by its traits.
+        self.ledger.admit(len(groups), groups, written)
         self._remember(intake.id, rows)
         return rows
+
+    def _place(self, rows: Int64s, batch: Batch, places: Int64s) -> None:
+        self._unit.put(rows, batch, places)
+        self.ledger.traits.note(rows, batch, places)
 
     def _remember(self, put_id: bytes, rows: Int64s) -> None:
         self._puts[put_id] = rows
@@ -125,7 +137,32 @@ class Store:
         else:
             for name, fresh in zip(batch.names, parts, strict=True):
                 self._unit.put(rows[fresh], batch.select([name]).take(fresh).copy())
+        self.ledger.traits.note(rows, batch)
         self.ledger.write(rows, self.schema.mask(batch.names))
+
+    def widen(self, columns: Mapping[str, str]) -> None:
+        """Add columns, written for no row; one that exists must be of the same dtype."""
+        known = self.schema
+        self.schema = known.with_columns(columns)
+        self._unit.widen([name for name in self.schema.columns if name not in known.columns])
+
+    def declare(self, name: str, spec: TaskSpec) -> None:
+        """Add a task, which sees the living rows there are."""
+        need = self.schema.mask(spec.needs)
+        if name not in self.ledger.tasks:
+            spec.check(name)
+            for trait in spec.choice.traits:
+                if self.ledger.traits.watch(trait, self.schema.dtype(trait[1])):
+                    rows = self._having(trait[1])
+                    if len(rows):
+                        self.ledger.traits.note(rows, self._unit.gather(rows, [trait[1]]))
+        self.ledger.declare(name, spec, need)
+
+    def _having(self, column: str) -> Int64s:
+        """Return the living rows that have a column."""
+        rows = np.arange(self.ledger.base, self.ledger.stop)
+        rows = rows[self.ledger.alive(rows)]
+        return rows[self.ledger.written(rows) & self.schema.mask([column]) != 0]
 
     def _fresh(self, rows: Int64s, batch: Batch, name: str) -> Int64s:
         """Return the places where a column is not written yet, after comparing those where it is."""
@@ -142,8 +179,8 @@ class Store:
             row = next(row for i, row in pairs if not held.slice(i, i + 1).equals(given.slice(i, i + 1)))
             raise CellConflict(f"table {self.name!r}: row {row} has another value of {name!r}; cells never change")
 
-    def read(self, rows: Int64s, columns: "tuple[str, ...] | list[str]") -> Batch:
-        """Return cells of living rows in the order of the request; nothing is consumed."""
+    def find(self, rows: Int64s, columns: "tuple[str, ...] | list[str]") -> Cells | Batch:
+        """Find cells of living rows in the order of the request; nothing is consumed, nor copied yet."""
         need = self.schema.mask(columns)
         self.ledger.require(rows)
         lacking = self.ledger.written(rows) & need != need
@@ -152,7 +189,12 @@ class Store:
             raise ColumnMissing(f"table {self.name!r}: {', '.join(missing)} not written for {listed(rows[lacking])}")
         if len(rows) == 0:
             return Batch({name: Column.of(self.schema.dtype(name).name, []) for name in columns}, 0)
-        return self._unit.gather(rows, columns)
+        return self._unit.locate(rows, columns)
+
+    def read(self, rows: Int64s, columns: "tuple[str, ...] | list[str]") -> Batch:
+        """Return cells of living rows in the order of the request; nothing is consumed."""
+        found = self.find(rows, columns)
+        return found.gather() if isinstance(found, Cells) else found
 
     def missing(self, rows: Int64s, need: np.uint64) -> list[str]:
         """Return the needed columns that at least one of the living rows does not have."""
@@ -167,22 +209,28 @@ class Store:
             self._unit.free(rows)
             self._unit.forget(self.ledger.base)
 
-    def verify(self) -> None:
-        """Compare every block with its checksum."""
-        self._unit.verify()
-
     def counts(self) -> Counts:
         """Return what became of the rows."""
         ledger = self.ledger
         return Counts(ledger.admitted, ledger.done, dict(ledger.dropped), ledger.live)
 
-    def status(self) -> TableStatus:
-        """Return what the table holds and how its tasks stand."""
-        tasks = {}
-        for name, task in self.ledger.tasks.items():
+    def status(self, waiting: int = 0) -> TableStatus:
+        """Return what the table holds and how its tasks stand, while so many puts wait for room."""
+        ledger, tasks = self.ledger, {}
+        for name, task in ledger.tasks.items():
             blocked, ready, leased = task.counts[:3].tolist()
             tasks[name] = TaskCounts(ready, leased, task.done, blocked)
-        return TableStatus(self.ledger.live, self._unit.nbytes, self.schema.columns, tasks, self.ledger.sealed)
+        return TableStatus(
+            ledger.live,
+            self._unit.nbytes,
+            self.schema.columns,
+            tasks,
+            ledger.sealed,
+            "open" if not ledger.sealed else "draining" if ledger.live else "drained",
+            self.limits.rows,
+            self.limits.bytes,
+            waiting,
+        )
 
 
 def _over(amount: int, limit: int | None) -> bool:

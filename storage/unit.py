@@ -8,9 +8,7 @@ written anew without the dead ones when they are more than half of its bytes.
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import xxhash
 
-from asyncflow.errors import StorageError
 from asyncflow.storage.batch import Batch, Column
 from asyncflow.storage.column import Pick
 from asyncflow.storage.rolling import Rolling
@@ -18,28 +16,75 @@ from asyncflow.types import Int64s
 
 _PLACE_BITS = 26
 _PLACE = (1 << _PLACE_BITS) - 1
+_LITTLE = 1 << 20
 
 
 class Block:
     """Columns of one put or write, the rows that use them, and where each row's cells lie."""
 
-    __slots__ = ("batch", "checksum", "dead", "places", "rows")
+    __slots__ = ("batch", "dead", "places", "rows")
 
     def __init__(self, batch: Batch, rows: Int64s, places: Int64s) -> None:
         self.batch, self.rows, self.places = batch, rows, places
         self.dead = 0
-        self.checksum = checksum(batch)
+
+
+class Cells:
+    """Cells that were found but not copied yet.
+
+    The blocks are held by reference and never change, so what is gathered later, without any lock, is what was
+    found, whatever became of the rows meanwhile.
+    """
+
+    __slots__ = ("_batches", "_columns", "_places", "rows")
+
+    def __init__(
+        self, batches: dict[int, Batch], places: list[tuple[Int64s, list[str]]], columns: list[str], rows: int
+    ) -> None:
+        self._batches, self._places, self._columns = batches, places, columns
+        self.rows = rows
+
+    @property
+    def costly(self) -> bool:
+        """Whether gathering may copy much: several blocks, or cells that lie apart, and not a little of them."""
+        size = sum(batch.nbytes for batch in self._batches.values())
+        return size > _LITTLE and (
+            len(self._batches) > 1 or any(Pick(cells & _PLACE).range is None for cells, _ in self._places)
+        )
+
+    def gather(self) -> Batch:
+        """Return the batch; consecutive rows of a block are a view."""
+        found: dict[str, Column] = {}
+        for cells, names in self._places:
+            found.update(self._take(cells, names))
+        return Batch({name: found[name] for name in self._columns}, self.rows)
+
+    def _take(self, cells: Int64s, names: list[str]) -> dict[str, Column]:
+        blocks, places = cells >> _PLACE_BITS, cells & _PLACE
+        if (blocks == blocks[0]).all():
+            pick, batch = Pick(places), self._batches[int(blocks[0])]
+            return {name: batch[name].take(pick) for name in names}
+        order = np.argsort(blocks, kind="stable")
+        blocks, places = blocks[order], places[order]
+        starts = np.flatnonzero(np.append(True, blocks[1:] != blocks[:-1])).tolist()
+        parts = [
+            (self._batches[int(blocks[start])], Pick(places[start:stop]))
+            for start, stop in zip(starts, [*starts[1:], len(cells)], strict=True)
+        ]
+        back = None if (order[1:] > order[:-1]).all() else Pick(np.argsort(order))
+        joined = {name: Column.concat([batch[name].take(pick) for batch, pick in parts]) for name in names}
+        return joined if back is None else {name: column.take(back) for name, column in joined.items()}
 
 
 class Unit:
     """Blocks and their index. Rows are those of the ledger, which decides what exists and who may read it."""
 
-    def __init__(self, columns: Iterable[str]) -> None:
+    def __init__(self, columns: Iterable[str], base: int = 0) -> None:
         self._blocks: dict[int, Block] = {}
         self._next_block = 1
         self._number = {name: number for number, name in enumerate(columns)}
         # By row and column: the number of the block, and the place in it in the lower bits. 0 is no block.
-        self._index = Rolling(np.int64, width=len(self._number))
+        self._index = Rolling(np.int64, base=base, width=len(self._number))
         self.nbytes = 0
         """Bytes of all blocks."""
 
@@ -64,33 +109,26 @@ class Unit:
     def _numbers(self, columns: Sequence[str]) -> list[int]:
         return [self._number[name] for name in columns]
 
-    def gather(self, rows: Int64s, columns: Sequence[str]) -> Batch:
-        """Return cells in the order of the rows, all of them written; consecutive rows of a block are a view."""
+    def locate(self, rows: Int64s, columns: Sequence[str]) -> "Cells":
+        """Find cells in the order of the rows, all of them written, without looking into their blocks."""
         cells = self._index.at(rows)[:, self._numbers(columns)].T.copy()
         # Columns that were put together lie alike, so that the way to them is found once.
         alike: dict[bytes, list[int]] = {}
         for at in range(len(columns)):
             alike.setdefault(cells[at].tobytes(), []).append(at)
-        found: dict[str, Column] = {}
-        for same in alike.values():
-            found.update(self._columns(cells[same[0]], [columns[at] for at in same]))
-        return Batch({name: found[name] for name in columns}, len(rows))
+        places = [(cells[same[0]], [columns[at] for at in same]) for same in alike.values()]
+        keys = {key for each, _ in places for key in _distinct(each >> _PLACE_BITS)}
+        return Cells({key: self._blocks[key].batch for key in keys}, places, list(columns), len(rows))
 
-    def _columns(self, cells: Int64s, names: list[str]) -> dict[str, Column]:
-        blocks, places = cells >> _PLACE_BITS, cells & _PLACE
-        if (blocks == blocks[0]).all():
-            pick, batch = Pick(places), self._blocks[int(blocks[0])].batch
-            return {name: batch[name].take(pick) for name in names}
-        order = np.argsort(blocks, kind="stable")
-        blocks, places = blocks[order], places[order]
-        starts = np.flatnonzero(np.append(True, blocks[1:] != blocks[:-1])).tolist()
-        parts = [
-            (self._blocks[int(blocks[start])].batch, Pick(places[start:stop]))
-            for start, stop in zip(starts, [*starts[1:], len(cells)], strict=True)
-        ]
-        back = None if (order[1:] > order[:-1]).all() else Pick(np.argsort(order))
-        joined = {name: Column.concat([batch[name].take(pick) for batch, pick in parts]) for name in names}
-        return joined if back is None else {name: column.take(back) for name, column in joined.items()}
+    def gather(self, rows: Int64s, columns: Sequence[str]) -> Batch:
+        """Return cells in the order of the rows, all of them written; consecutive rows of a block are a view."""
+        return self.locate(rows, columns).gather()
+
+    def widen(self, columns: Iterable[str]) -> None:
+        """Make room for more columns."""
+        for name in columns:
+            self._number[name] = len(self._number)
+        self._index.widen(len(self._number))
 
     def free(self, rows: Int64s) -> None:
         """Let the cells of rows go.
@@ -137,20 +175,11 @@ class Unit:
         """Let the index below a row go."""
         self._index.forget(row)
 
-    def verify(self) -> None:
-        """Compare every block with its checksum."""
-        for key, block in self._blocks.items():
-            if checksum(block.batch) != block.checksum:
-                raise StorageError(f"block {key} of {block.batch.names} does not match its checksum")
 
-
-def checksum(batch: Batch) -> int:
-    """Return the xxh3 of all buffers."""
-    digest = xxhash.xxh3_64()
-    for name in batch.names:
-        for buffer in batch[name].buffers:
-            digest.update(buffer)
-    return digest.intdigest()
+def _distinct(keys: Int64s) -> list[int]:
+    """Return the distinct keys; most cells lie in one block, or follow those of the same."""
+    found: list[int] = np.unique(keys[np.append(True, keys[1:] != keys[:-1])]).tolist()
+    return found
 
 
 def _share(block: Block) -> float:

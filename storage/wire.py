@@ -14,6 +14,7 @@ import numpy as np
 from asyncflow import errors
 from asyncflow.storage import frames
 from asyncflow.storage.batch import Batch
+from asyncflow.storage.spec import PLAIN, Choice
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s
 
@@ -44,6 +45,19 @@ class CreateTable(Message, tag="create_table"):
 
 class OpenTable(Message, tag="open_table"):
     """Ask for the columns of a table."""
+
+    table: str
+
+
+class AddColumns(Message, tag="add_columns"):
+    """Add columns to a table and its living rows; the same again is harmless."""
+
+    table: str
+    columns: dict[str, str]
+
+
+class DropTable(Message, tag="drop_table"):
+    """End a table: its rows, streams and leases."""
 
     table: str
 
@@ -82,6 +96,7 @@ class DeclareTask(Message, tag="declare_task"):
     max_attempts: int = 3
     lease_seconds: float = 600.0
     durable: bool = False
+    choice: Choice = PLAIN
 
 
 class OpenStream(Message, tag="open_stream"):
@@ -94,6 +109,9 @@ class OpenStream(Message, tag="open_stream"):
     partial: bool = False
     whole: bool = False
     consumer: str = ""
+    rank: int = 0
+    ranks: int | None = None
+    split: bool = False
 
 
 class Next(Message, tag="next"):
@@ -157,6 +175,13 @@ class Rewind(Message, tag="rewind"):
     step: int
 
 
+class Reset(Message, tag="reset"):
+    """Make all living rows ready again that a task has done or leased."""
+
+    table: str
+    task: str
+
+
 class Seal(Message, tag="seal"):
     """End the admission of rows."""
 
@@ -209,9 +234,9 @@ class Unpin(Message, tag="unpin"):
 
 
 Request: TypeAlias = (
-    Hello | Map | Grant | Unpin | CreateTable | OpenTable | Put | Write | Read | DeclareTask | OpenStream | Next
-    | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Seal | AskLedger | AskStatus | Fail | Bye
-    | Cancel
+    Hello | Map | Grant | Unpin | CreateTable | OpenTable | AddColumns | DropTable | Put | Write | Read | DeclareTask
+    | OpenStream | Next | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Reset | Seal | AskLedger
+    | AskStatus | Fail | Bye | Cancel
 )  # fmt: skip
 
 
@@ -255,6 +280,9 @@ class Leased(Message, tag="leased"):
     lease: int
     rows: bytes
     attempt: int
+    step: int = 0
+    part: int = 0
+    parts: int = 1
 
 
 class End(Message, tag="end"):

@@ -64,7 +64,8 @@ def test_a_pin_keeps_what_a_reader_sees(arena):
     arena.share()
     slab = arena.grant(MIB, [], session=7)
     region = arena.region(slab.number, 0, MIB, session=7)
-    assert arena.pin(slab.number, session=8)
+    arena.admit(8)
+    arena.pin(slab.number, session=8)
     del region
     arena.grant(MIB, [slab.number], session=7)
     assert arena.grant(MIB, [], session=7).number != slab.number
@@ -77,11 +78,21 @@ def test_what_a_lost_session_may_still_touch_is_never_used_again(arena, role):
     arena.share()
     slab = arena.grant(MIB, [], session=7)
     if role == "reader":
-        assert arena.pin(slab.number, session=8)
+        arena.admit(8)
+        arena.pin(slab.number, session=8)
         arena.grant(MIB, [slab.number], session=7)
     arena.forget(8 if role == "reader" else 7)
     assert f"asyncflow-{arena.name}-{slab.number}" not in files(arena)
     assert slab.number not in {arena.grant(MIB, [], session=9).number for _ in range(3)}
+
+
+def test_a_session_that_has_left_pins_nothing(arena):
+    arena.share()
+    arena.admit(8)
+    slab = arena.grant(MIB, [], session=7)
+    arena.forget(8)
+    arena.pin(slab.number, session=8)
+    assert arena.grant(MIB, [slab.number], session=7).number == slab.number
 
 
 def test_a_window_reads_what_was_written_and_says_when_it_is_done(arena):

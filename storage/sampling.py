@@ -1,0 +1,26 @@
+"""Makes the sampler of a task by its name."""
+
+from asyncflow.storage.balanced import Balanced
+from asyncflow.storage.groups import Groups
+from asyncflow.storage.ranked import Ranked
+from asyncflow.storage.replay import Replay
+from asyncflow.storage.sampler import Fifo, Grouped, Sampler
+from asyncflow.storage.spec import TaskSpec
+from asyncflow.storage.traits import Traits
+
+
+def sampler(spec: TaskSpec, base: int, groups: Groups, traits: Traits) -> Sampler:
+    """Make the sampler that a task names, for rows from `base`."""
+    choice = spec.choice
+    match spec.sampler:
+        case "group":
+            return Grouped(base, groups)
+        case "token_balanced":
+            return Balanced(base, groups, lambda rows: traits.tokens(choice, rows), choice.budget)
+        case "freshest":
+            return Ranked(base, lambda rows: traits.version(choice, rows))
+        case "priority":
+            return Ranked(base, lambda rows: traits.priority(choice, rows))
+        case "replay":
+            return Replay(base, choice, lambda rows: traits.version(choice, rows))
+    return Fifo(base)

@@ -1,0 +1,41 @@
+"""A request that waits for its answer, and the answer: a reply, its cells, or an error.
+
+Cells may be answered by where they lie (`Cells`): they are gathered by whoever takes the answer, outside of the
+controller's lock, so that a large batch delays nobody else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from asyncflow.errors import StorageError
+from asyncflow.storage import wire
+from asyncflow.storage.batch import Batch
+from asyncflow.storage.store import Intake
+from asyncflow.storage.unit import Cells
+
+Outcome: TypeAlias = tuple[wire.Reply, Batch | Cells | None] | StorageError
+Answer: TypeAlias = Callable[[Outcome], None]
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that has not been answered; `answer` is called exactly once."""
+
+    session: int
+    request: wire.Request
+    answer: Answer
+    batch: Batch | None = None
+    intake: Intake | None = None
+    open: bool = True
+
+    def settle(self, outcome: Outcome) -> None:
+        """Answer the request, unless it was answered before."""
+        if self.open:
+            self.open = False
+            self.answer(outcome)
+
+
+def gathered(content: Batch | Cells | None) -> Batch | None:
+    """Return the batch of an answer; this is where its cells are copied, if they are."""
+    return content.gather() if isinstance(content, Cells) else content

@@ -1,0 +1,91 @@
+"""Numbers about each row that samplers choose by: tokens, version, priority.
+
+They are taken from columns as they are written, only from those that a task names, so a table without such
+tasks pays nothing. Each is a flat float64 array by row, exact for whole numbers below 2⁵³.
+"""
+
+import numpy as np
+
+from asyncflow.errors import SchemaError
+from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.rolling import Rolling
+from asyncflow.storage.schema import DType
+from asyncflow.storage.spec import Choice, Trait
+from asyncflow.types import Float64s, Int64s
+
+
+class Traits:
+    """The traits of the rows of one table."""
+
+    def __init__(self, base: int = 0) -> None:
+        self._kept: dict[Trait, Rolling[np.float64]] = {}
+        self._base = self._stop = base
+
+    def watch(self, trait: Trait, kind: DType) -> bool:
+        """Keep a trait from now on, of columns of this dtype; return whether it was not kept before."""
+        _check(trait, kind)
+        if trait in self._kept:
+            return False
+        self._kept[trait] = Rolling(np.float64, base=self._base)
+        self._kept[trait].grow(self._stop - self._base)
+        return True
+
+    def grow(self, count: int) -> None:
+        """Make room for new rows."""
+        self._stop += count
+        for column in self._kept.values():
+            column.grow(count)
+
+    def note(self, rows: Int64s, batch: Batch, places: Int64s | None = None) -> None:
+        """Take what is kept from the cells of rows, row i at place i of the batch unless told otherwise."""
+        for trait, column in self._kept.items():
+            if trait[1] in batch:
+                values = _measure(trait, batch[trait[1]])
+                column.put(rows, values if places is None else values[places])
+
+    def forget(self, row: int) -> None:
+        """Let rows below this one go."""
+        self._base = max(self._base, row)
+        for column in self._kept.values():
+            column.forget(row)
+
+    def tokens(self, choice: Choice, rows: Int64s) -> Int64s:
+        """Return the tokens of rows."""
+        parts = [self._kept["tokens", name].at(rows) for name in choice.tokens]
+        return np.sum(parts, axis=0).astype(np.int64)
+
+    def version(self, choice: Choice, rows: Int64s) -> Float64s:
+        """Return the oldest version of rows, infinity where a row has none."""
+        return self._kept["version", choice.version].at(rows)
+
+    def priority(self, choice: Choice, rows: Int64s) -> Float64s:
+        """Return the priority of rows."""
+        return self._kept["priority", choice.priority].at(rows)
+
+
+def _check(trait: Trait, kind: DType) -> None:
+    what, column = trait
+    number = kind.kind in ("fixed", "list") and kind.logical != "bfloat16"
+    whole, single = number and kind.item.kind in "iu", kind.kind == "fixed" and not kind.shape
+    fits = {"tokens": kind.kind == "list" or (whole and single), "version": whole, "priority": number and single}
+    if not fits[what]:
+        raise SchemaError(f"column {column!r} is {kind.name}, which cannot tell the {what} of a row")
+
+
+def _measure(trait: Trait, column: Column) -> Float64s:
+    if trait[0] == "tokens" and column.offsets is not None:
+        return column.lengths.astype(np.float64)
+    if trait[0] == "version":
+        return _oldest(column)
+    return column.array.astype(np.float64)
+
+
+def _oldest(column: Column) -> Float64s:
+    """Return the smallest value of each cell, infinity for empty ones."""
+    lengths = column.lengths
+    least = np.full(len(column), np.inf)
+    filled = np.flatnonzero(lengths)
+    if len(filled):
+        starts = np.cumsum(lengths)[filled] - lengths[filled]
+        least[filled] = np.minimum.reduceat(column.values.reshape(-1), starts)
+    return least
