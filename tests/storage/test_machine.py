@@ -322,4 +322,4 @@ def cell(value):
 
 
 TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(max_examples=16, stateful_step_count=50, deadline=None)
+TestQueue.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
