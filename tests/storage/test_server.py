@@ -152,6 +152,25 @@ def test_only_this_host_is_served(host, url):
         host.serve(url)
 
 
+@pytest.mark.parametrize("port", ["70000", "65536", "-1", "http", "", "1e3"])
+def test_a_port_that_does_not_exist_is_refused(host, port):
+    for call in (host.serve, TransferQueue.open):
+        with pytest.raises(
+            StorageError, match=f"tcp://127.0.0.1:{port}: .* is no port; expected a number from 1 to 65535"
+        ):
+            call(f"tcp://127.0.0.1:{port}")
+    assert host.serve("tcp://127.0.0.1:0").startswith("tcp://127.0.0.1:")
+
+
+def test_a_closed_queue_is_not_served(tmp_path):
+    queue = TransferQueue.open()
+    queue.close()
+    for url in (f"ipc://{tmp_path}/late", "tcp://127.0.0.1:*"):
+        with pytest.raises(QueueClosed, match=f"is closed: it cannot be served at {url.replace('*', '.')}"):
+            queue.serve(url)
+    assert not (tmp_path / "late").exists()
+
+
 def test_an_address_in_use_is_not_taken_over(host, address):
     with TransferQueue.open() as other, pytest.raises(StorageError, match="another process serves"):
         other.serve(address)

@@ -25,6 +25,24 @@ def test_consecutive_rows_of_a_block_are_a_view():
     assert np.shares_memory(first["l"].values, second["l"].values)
 
 
+def test_cells_that_were_found_are_gathered_after_their_rows_have_gone():
+    unit = unit_of(4, 6)
+    cells = unit.locate(np.array([8, 1, 9, 2]), ["l", "x"])
+    unit.free(np.arange(10))
+    unit.forget(10)
+    assert unit.nbytes == 0
+    assert cells.gather().equals(batch(0, 10).take([8, 1, 9, 2]).select(["l", "x"]))
+
+
+def test_columns_are_added_beside_what_is_there():
+    unit = unit_of(3)
+    unit.widen(["z"])
+    unit.admit(1)
+    unit.put(np.array([1, 3]), Batch({"z": np.array([7, 8])}))
+    assert unit.gather(np.array([3, 1]), ["z"])["z"].array.tolist() == [8, 7]
+    assert unit.gather(np.arange(3), ["x", "l"]).equals(batch(0, 3))
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
 def test_rows_come_in_any_order_also_after_others_have_gone(sizes, data):
