@@ -19,7 +19,7 @@ from asyncflow.storage.column import Column, Values
 from asyncflow.storage.schema import ITEMS, DType, dense, dtype
 
 _KEY = b"asyncflow.dtype"
-_PARTS = {"complex64": np.dtype("float32"), "complex128": np.dtype("float64")}
+_PARTS: dict[str, np.dtype[np.generic]] = {"complex64": np.dtype("float32"), "complex128": np.dtype("float64")}
 
 
 def record_batch(columns: Mapping[str, Column], rows: int) -> "pa.RecordBatch":
@@ -61,9 +61,8 @@ def array(column: Column) -> "pa.Array":
         return pa.Array.from_buffers(
             pa.large_string() if kind.kind == "string" else pa.large_binary(), len(column), buffers
         )
-    parts = _PARTS.get(kind.logical)
-    values = pa.array(column.values.reshape(-1).view(parts or kind.item))
-    shape = (*kind.shape, 2) if parts else kind.shape
+    values = pa.array(column.values.reshape(-1).view(_PARTS.get(kind.logical, kind.item)))
+    shape = (*kind.shape, 2) if kind.logical in _PARTS else kind.shape
     for axis in reversed(range(len(shape))):
         count = len(column.values) * math.prod(shape[:axis])
         values = pa.Array.from_buffers(pa.list_(values.type, shape[axis]), count, [None], children=[values])

@@ -421,8 +421,8 @@ def _lists(kind: DType, data: object) -> Column:
 
 def _inferred(data: object) -> str:
     if tensors.is_tensor(data) and data.is_nested:
-        first = next(iter(data.unbind()), None)
-        return ragged(_logical(data), () if first is None else first.shape[1:]).name
+        pieces = data.unbind()
+        return ragged(_logical(data), tuple(pieces[0].shape[1:]) if pieces else ()).name
     array = _numpy(data)
     if array is not None:
         return "string" if array.dtype.kind == "U" else dense(_logical(data), array.shape[1:]).name

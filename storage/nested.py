@@ -206,7 +206,7 @@ def _item(kind: "pa.DataType") -> "tuple[pa.DataType, bool]":
 
 
 def _is_list(kind: "pa.DataType") -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind)
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind))
 
 
 def _is_text(kind: "pa.DataType") -> bool:
