@@ -18,11 +18,13 @@ from asyncflow.storage.schema import ITEMS, RAW, DType, dense, dtype, ragged
 from asyncflow.types import Int64s
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import torch
 
 Values: TypeAlias = npt.NDArray[Any]
-Cell: TypeAlias = Values | np.generic | str | bytes
-ColumnData: TypeAlias = "Column | Values | torch.Tensor | Sequence[Any]"
+Cell: TypeAlias = Any
+"""An array, a numpy scalar, a string or bytes; of an `arrow<T>` column what pyarrow makes of it in Python."""
+ColumnData: TypeAlias = "Column | Values | torch.Tensor | pa.Array | Sequence[Any]"
 
 # Below this many bytes a run, one gather by index is faster than copying run by run.
 _RUN_BYTES = 512
@@ -46,6 +48,8 @@ class Column:
         kind = dtype(name)
         if isinstance(data, Column):
             return _same(kind, data)
+        if kind.kind == "arrow" or _is_arrow(data):
+            return _same(kind, _arrow(kind, data))
         if kind.kind in ("string", "bytes"):
             return _texts(kind, cast("Sequence[Any]", data))
         if kind.kind == "list":
@@ -60,6 +64,8 @@ class Column:
         """Make a column whose dtype follows from the data."""
         if isinstance(data, Column):
             return data
+        if _is_arrow(data):
+            return _arrow(None, data)
         return cls.of(_inferred(data), data)
 
     @classmethod
@@ -113,11 +119,15 @@ class Column:
         if not -len(self) <= index < len(self):
             raise IndexError(f"cell {index} of {len(self)}")
         index %= max(len(self), 1)
+        if self._type.kind == "arrow":
+            return self.slice(index, index + 1).to_arrow()[0].as_py()
         if self.offsets is None:
-            return cast("Cell", self.values[index])
+            return self.values[index]
         return self._cell(int(self.offsets[index]), int(self.offsets[index + 1]))
 
     def __iter__(self) -> Iterator[Cell]:
+        if self._type.kind == "arrow":
+            return iter(self.to_arrow().to_pylist())
         if self.offsets is None:
             return iter(self.values)
         bounds = self.offsets.tolist()
@@ -225,6 +235,12 @@ class Column:
         values[mask] = self.values
         return values, mask.view(np.uint8)
 
+    def to_arrow(self) -> "pa.Array":
+        """Return a pyarrow array, on the same buffers but for `arrow<T>`, whose cells are turned into one."""
+        from asyncflow.storage.arrow import array
+
+        return array(self)
+
     def to_torch(self, copy: bool = False) -> "torch.Tensor":
         """Return the values as a tensor: (n, …) for a fixed column, the items of all cells for a ragged one.
 
@@ -271,6 +287,16 @@ def _frozen(array: Values) -> Values:
     view = array.view() if flags.c_contiguous else np.ascontiguousarray(array)
     view.flags.writeable = False
     return view
+
+
+def _is_arrow(data: object) -> bool:
+    return type(data).__module__.partition(".")[0] == "pyarrow"
+
+
+def _arrow(kind: DType | None, data: object) -> Column:
+    from asyncflow.storage.arrow import column, nested_column
+
+    return column(data) if kind is None or kind.kind != "arrow" else nested_column(kind, data)
 
 
 def _same(kind: DType, column: Column) -> Column:
@@ -399,8 +425,8 @@ def _lists(kind: DType, data: object) -> Column:
 
 def _inferred(data: object) -> str:
     if tensors.is_tensor(data) and data.is_nested:
-        first = next(iter(data.unbind()), None)
-        return ragged(_logical(data), () if first is None else first.shape[1:]).name
+        pieces = data.unbind()
+        return ragged(_logical(data), tuple(pieces[0].shape[1:]) if pieces else ()).name
     array = _numpy(data)
     if array is not None:
         return "string" if array.dtype.kind == "U" else dense(_logical(data), array.shape[1:]).name

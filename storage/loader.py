@@ -142,7 +142,7 @@ def _arrivals(stream: Stream, timeout: float) -> Iterator[Lease | None]:
 
 
 @cache
-def _dataset_type() -> "type[IterableDataset[Handed]]":
+def _dataset_type() -> "Callable[[Loader], IterableDataset[Handed]]":
     """Make the class when it is first wanted: it derives from one of torch's, which is not imported for others."""
     from torch.utils.data import IterableDataset
 

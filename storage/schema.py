@@ -1,8 +1,8 @@
 """Names of dtypes and the columns of a table.
 
 A dtype is a fixed one (`float32`), a dense cell of a fixed shape (`float32[2,3]`), a ragged sequence
-(`list<int64>`), a ragged sequence of dense items (`list<float32[2]>`), `string` or `bytes`. Dtypes are
-compared by name: nothing is ever promoted or narrowed.
+(`list<int64>`), a ragged sequence of dense items (`list<float32[2]>`), `string`, `bytes`, or any Arrow type
+(`arrow<list<item: string>>`). Dtypes are compared by name: nothing is ever promoted or narrowed.
 Every table has the identity columns of `IDENTITY` beside its own.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncflow.errors import SchemaError
 
-Kind = Literal["fixed", "list", "string", "bytes"]
+Kind = Literal["fixed", "list", "string", "bytes", "arrow"]
 
 _INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
@@ -77,10 +77,14 @@ def dtype(name: str) -> DType:
         return DType(name, "string", np.dtype("uint8"), "uint8")
     if name == "bytes":
         return DType(name, "bytes", np.dtype("uint8"), "uint8")
+    if name.startswith("arrow<"):
+        from asyncflow.storage import arrowtype  # brings pyarrow
+
+        return DType(arrowtype.name(arrowtype.parse(name)), "arrow", np.dtype("uint8"), "uint8")
     match = _NAME.fullmatch(name)
     if match is None or match["item"] not in ITEMS:
         raise SchemaError(
-            f"unknown dtype {name!r}; known: {', '.join(ITEMS)}, string, bytes, list<T>, T[n,m], list<T[n]>"
+            f"unknown dtype {name!r}; known: {', '.join(ITEMS)}, string, bytes, list<T>, T[n,m], list<T[n]>, arrow<T>"
         )
     shape = tuple(int(size) for size in match["shape"].split(",")) if match["shape"] else ()
     if len(shape) > MAX_AXES or math.prod(max(size, 1) for size in shape) > MAX_VALUES:

@@ -5,7 +5,7 @@ torch is imported only where somebody asks for a tensor; whoever hands one over 
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ def array(tensor: "torch.Tensor") -> Values:
     if raw is not None:
         plain = plain.view(getattr(torch, raw.name))
     try:
-        return cast("Values", plain.numpy(force=True))
+        return plain.numpy(force=True)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise SchemaError(f"a tensor of {tensor.dtype} ({tensor.layout}) is no column: {error}") from error
 
