@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+import numpy as np
+
 from asyncflow.errors import QueueClosed, QueueFailed, SchemaError, StorageError, WaitTimeout
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch
@@ -175,6 +177,8 @@ class Controller:
         match request:
             case wire.CreateTable():
                 return self._create(request)
+            case wire.Find():
+                return self._find(request), None
             case wire.OpenTable():
                 return wire.TableInfo(self._store(request.table).schema.columns), None
             case wire.AskLedger():
@@ -197,6 +201,12 @@ class Controller:
         if (store.schema, store.limits) != (schema, limits):
             raise SchemaError(f"table {request.table!r} exists with {store.schema} and {store.limits}")
         return wire.TableInfo(schema.columns), None
+
+    def _find(self, request: wire.Find) -> wire.Found:
+        ledger = self._store(request.table).ledger
+        rows = ledger.find(None if request.groups is None else wire.unpack(request.groups))
+        written = ledger.written(rows).view(np.int64)
+        return wire.Found(wire.pack(rows), wire.pack(ledger.groups.ids(rows)), wire.pack(written))
 
     def _put(self, ticket: Ticket, request: wire.Put) -> Outcome | None:
         store, waiting = self._store(request.table), self._waiting[request.table]

@@ -146,6 +146,14 @@ class Ledger:
         known[known] = self._state.at(rows[known]) == _LIVE
         return known
 
+    def find(self, groups: Int64s | None = None) -> Int64s:
+        """Return the living rows of some groups, group after group and each in put order, or of all groups."""
+        if groups is None:
+            base = self._state.base
+            return base + np.flatnonzero(self._state.span(base, self._state.stop) == _LIVE)
+        rows = self.groups.members(self.groups.known(groups))
+        return rows[self.alive(rows)]
+
     def require(self, rows: Int64s) -> None:
         """Refuse rows that are not live (RowGone)."""
         alive = self.alive(rows)

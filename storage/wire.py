@@ -72,6 +72,13 @@ class Read(Message, tag="read"):
     columns: list[str]
 
 
+class Find(Message, tag="find"):
+    """Ask for the living rows of some groups, or for all of them."""
+
+    table: str
+    groups: bytes | None = None
+
+
 class DeclareTask(Message, tag="declare_task"):
     """Declare a consumer group."""
 
@@ -194,6 +201,7 @@ class Cancel(Message, tag="cancel"):
 Request: TypeAlias = (
     Hello | CreateTable | OpenTable | Put | Write | Read | DeclareTask | OpenStream | Next | CloseStream
     | Done | Release | Extend | Drop | Commit | Rewind | Seal | AskLedger | AskStatus | Fail | Bye | Cancel
+    | Find
 )  # fmt: skip
 
 
@@ -211,6 +219,14 @@ class Rows(Message, tag="rows"):
     """Row ids of a put."""
 
     rows: bytes
+
+
+class Found(Message, tag="found"):
+    """Living rows, the group of each, and the presence bits of its columns (uint64, the same width)."""
+
+    rows: bytes
+    groups: bytes
+    written: bytes
 
 
 class Opened(Message, tag="opened"):
@@ -251,7 +267,7 @@ class Failure(Message, tag="failure"):
     message: str
 
 
-Reply: TypeAlias = Ok | TableInfo | Rows | Opened | Leased | End | Ledgered | Status | Failure
+Reply: TypeAlias = Ok | TableInfo | Rows | Found | Opened | Leased | End | Ledgered | Status | Failure
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
