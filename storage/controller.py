@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from asyncflow.errors import QueueClosed, QueueFailed, SchemaError, StorageError, WaitTimeout
 from asyncflow.storage import wire
@@ -23,7 +24,7 @@ from asyncflow.storage.batch import Batch
 from asyncflow.storage.ledger import TaskSpec, listed
 from asyncflow.storage.sampler import BLOCKED, LEASED, READY, Wish
 from asyncflow.storage.schema import IDENTITY, Schema
-from asyncflow.storage.status import QueueStatus
+from asyncflow.storage.status import QueueStatus, TableStatus, Wait
 from asyncflow.storage.store import Intake, Limits, Store
 
 Outcome: TypeAlias = tuple[wire.Reply, Batch | None] | StorageError
@@ -44,6 +45,7 @@ class Ticket:
     batch: Batch | None = None
     intake: Intake | None = None
     open: bool = True
+    since: float = 0.0
 
     def settle(self, outcome: Outcome) -> None:
         """Answer the request, unless it was answered before."""
@@ -118,7 +120,7 @@ class Controller:
 
     def submit(self, session: int, request: wire.Request, batch: Batch | None, answer: Answer) -> Ticket:
         """Answer a request now, or park it; the batch becomes the controller's."""
-        ticket = Ticket(session, request, answer, batch)
+        ticket = Ticket(session, request, answer, batch, since=self._clock())
         with self._lock:
             try:
                 outcome = self._handle(ticket)
@@ -186,7 +188,7 @@ class Controller:
             case wire.AskStatus(table=None):
                 return wire.Status(queue=self._status()), None
             case wire.AskStatus(table=str(table)):
-                return wire.Status(table=self._store(table).status()), None
+                return wire.Status(table=self._table_status(self._store(table))), None
             case wire.Fail():
                 self._failed = request.report
                 self._wake(lambda: QueueFailed(request.report))
@@ -378,8 +380,33 @@ class Controller:
         return self._stores[table]
 
     def _status(self) -> QueueStatus:
-        tables = {name: store.status() for name, store in self._stores.items()}
+        tables = {name: self._table_status(store) for name, store in self._stores.items()}
         return QueueStatus(tables, len(self._flows), max(0, len(self._sessions) - 1), self._failed)
+
+    def _table_status(self, store: Store) -> TableStatus:
+        """Add what only the controller knows: how old leases are, and who waits."""
+        status, now = store.status(), self._clock()
+        tasks = {}
+        for name, counts in status.tasks.items():
+            since = store.ledger.oldest_lease(name)
+            tasks[name] = replace(counts, oldest_lease=None if since is None else now - since)
+        return replace(status, tasks=tasks, waits=self._waits(store, now))
+
+    def _waits(self, store: Store, now: float) -> list[Wait]:
+        waiting, missing, found = self._waiting[store.name], dict[str, list[str]](), []
+        for ticket in (*waiting.puts, *waiting.nexts):
+            if not ticket.open:
+                continue
+            if isinstance(ticket.request, wire.Next):
+                flow = self._flows[ticket.request.stream]
+                if flow.task not in missing:
+                    missing[flow.task] = _lacking(store, flow.task)
+                about = flow.wanted, now - ticket.since, ticket.session, flow.task, flow.consumer, missing[flow.task]
+                found.append(Wait(*about))
+            elif ticket.intake is not None:
+                room = f"room for {ticket.intake.rows} rows and {ticket.intake.nbytes} bytes"
+                found.append(Wait(room, now - ticket.since, ticket.session))
+        return found
 
     def _awaited(self, ticket: Ticket) -> str:
         """Say what a request waited for."""
@@ -398,6 +425,11 @@ def _needed(value: T | None) -> T:
     if value is None:
         raise SchemaError("the request needs a batch")
     return value
+
+
+def _lacking(store: Store, task: str) -> list[str]:
+    """Return the columns that the oldest blocked rows of a task lack; a status looks at no more than these."""
+    return store.missing(store.ledger.blocked(task)[:1024], store.ledger.task(task).need)
 
 
 def _rows_awaited(flow: Flow) -> str:

@@ -52,6 +52,7 @@ class Grant:
     attempt: int
     expires: float
     holder: int
+    since: float
 
 
 @dataclass(slots=True)
@@ -262,7 +263,7 @@ class Ledger:
         task.move(rows, self.groups.slots(rows), LEASED)
         task.attempts.put(rows, task.attempts.at(rows) + 1)
         attempt = int(task.attempts.at(rows).max())
-        grant = Grant(self._last_lease, task.name, rows, attempt, now + task.spec.lease_seconds, holder)
+        grant = Grant(self._last_lease, task.name, rows, attempt, now + task.spec.lease_seconds, holder, now)
         self._grants[grant.id] = grant
         heapq.heappush(self._expiries, (grant.expires, grant.id))
         return grant
@@ -285,6 +286,10 @@ class Ledger:
         if grant is None or grant.expires <= now:
             raise LeaseLost(f"lease {lease} has expired, was given back, or is done")
         return grant
+
+    def oldest_lease(self, name: str) -> float | None:
+        """Return when the oldest lease of a task was given."""
+        return min((grant.since for grant in self._grants.values() if grant.task == name), default=None)
 
     def _held(self, grant: Grant) -> Int64s:
         """Return the rows of a lease that still are under it: some may have been dropped, and no

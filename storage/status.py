@@ -24,6 +24,24 @@ class TaskCounts(msgspec.Struct, frozen=True):
     """Acknowledged by this task so far, retired rows included."""
     blocked: int
     """Live, with columns missing that the task reads."""
+    oldest_lease: float | None = None
+    """Seconds since the oldest lease in force was given."""
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A request that waits: a consumer for rows, or a producer for room."""
+
+    wanted: str
+    seconds: float
+    """How long it has waited."""
+    client: int
+    """Number of the session, the same for all waits of one process."""
+    task: str | None = None
+    """None for a producer."""
+    consumer: str = ""
+    """Name that the stream was opened with."""
+    missing: list[str] = []
+    """Columns that the oldest blocked rows of the task lack."""
 
 
 class TableStatus(msgspec.Struct, frozen=True):
@@ -36,6 +54,8 @@ class TableStatus(msgspec.Struct, frozen=True):
     columns: dict[str, str]
     tasks: dict[str, TaskCounts]
     sealed: bool
+    waits: list[Wait] = []
+    """Who waits, first come first."""
 
 
 class QueueStatus(msgspec.Struct, frozen=True):
