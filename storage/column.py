@@ -262,7 +262,7 @@ def _same(kind: DType, column: Column) -> Column:
 def _numpy(data: object) -> Values | None:
     """Return arrays and tensors as an array (bfloat16 as its bits), anything else as None."""
     if isinstance(data, np.ndarray):
-        return data.view(np.uint16) if data.dtype.name == "bfloat16" else data
+        return data.view(np.uint16) if data.dtype not in _NAMES and data.dtype.name == "bfloat16" else data
     if not hasattr(data, "detach"):
         return None
     tensor = cast("torch.Tensor", data).detach().cpu()
