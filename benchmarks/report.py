@@ -32,10 +32,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def write(name: str, question: str, result: Mapping[str, object]) -> Path:
+def write(name: str, question: str, result: Mapping[str, object], folder: Path = RESULTS) -> Path:
     """Write a result with its circumstances and return its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({"question": question, **circumstances(), **result}, indent=1) + "\n")
     return path
 

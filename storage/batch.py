@@ -26,7 +26,10 @@ class Batch:
 
     def __init__(self, columns: "Mapping[str, ColumnData] | None" = None, rows: int | None = None) -> None:
         """Take columns by name; `rows` is needed only where there is no column to tell it."""
-        self._columns = {name: _column(name, data) for name, data in (columns or {}).items()}
+        # Batches are mostly made of columns that there are: a call for each would cost more than all else here.
+        self._columns = {
+            name: data if isinstance(data, Column) else _column(name, data) for name, data in (columns or {}).items()
+        }
         lengths = {name: len(column) for name, column in self._columns.items()}
         self._rows = next(iter(lengths.values()), 0) if rows is None else rows
         if any(length != self._rows for length in lengths.values()):

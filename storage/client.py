@@ -8,11 +8,13 @@ message names the table, the task, what was waited for and the missing columns.
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncflow.errors import SchemaError, StorageError, WireError
 from asyncflow.storage import wire
@@ -151,6 +153,13 @@ class Table:
         _reply, batch = self._link.send(wire.Read(self.name, _pack(rows), list(columns))).result(TIMEOUT)
         return _present(batch)
 
+    def find(self, groups: RowList | None = None) -> "Found":
+        """Return the living rows of some groups, group after group and each in put order, or all there are."""
+        request = wire.Find(self.name, None if groups is None else _pack(groups))
+        found = _call(self._link, request, wire.Found)
+        written = wire.unpack(found.written).view(np.uint64)
+        return Found(wire.unpack(found.rows), wire.unpack(found.groups), written, self.schema)
+
     def task(
         self,
         name: str,
@@ -253,6 +262,26 @@ class Table:
     def status(self) -> TableStatus:
         """Return what the table holds and how its tasks stand."""
         return _present(_call(self._link, wire.AskStatus(self.name), wire.Status).table)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Living rows of a table, as they stood when they were looked for."""
+
+    rows: Int64s
+    groups: Int64s
+    """Group id of each row."""
+    written: npt.NDArray[np.uint64]
+    """Presence bits of the columns of each row, in the order of the schema."""
+    schema: Schema
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def has(self, columns: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Return which rows have all of these columns."""
+        need = self.schema.mask(list(columns))
+        return self.written & need == need
 
 
 class Stream:

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from asyncflow.errors import LeaseLost, QueueClosed, QueueFailed, SchemaError, StorageError, WaitTimeout
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch
@@ -60,7 +62,7 @@ class Controller:
 
     def submit(self, session: int, request: wire.Request, batch: Batch | None, answer: Answer) -> Ticket:
         """Answer a request now, or park it; the batch becomes the controller's."""
-        ticket = Ticket(session, request, answer, batch)
+        ticket = Ticket(session, request, answer, batch, since=self._clock())
         with self._lock:
             try:
                 outcome = self._handle(ticket)
@@ -130,6 +132,8 @@ class Controller:
         match request:
             case wire.CreateTable():
                 return self._create(request)
+            case wire.Find():
+                return self._find(request), None
             case wire.OpenTable():
                 return wire.TableInfo(self._desk(request.table).store.schema.columns), None
             case wire.DropTable():
@@ -161,6 +165,12 @@ class Controller:
         # A table of the same name goes on counting: ids of rows are never used again.
         self._bases[table] = desk.store.ledger.stop
         desk.close(lambda: QueueClosed(f"table {table!r} was dropped"))
+
+    def _find(self, request: wire.Find) -> wire.Found:
+        ledger = self._desk(request.table).store.ledger
+        rows = ledger.find(None if request.groups is None else wire.unpack(request.groups))
+        written = ledger.written(rows).view(np.int64)
+        return wire.Found(wire.pack(rows), wire.pack(ledger.groups.ids(rows)), wire.pack(written))
 
     def _stream(self, request: wire.OpenStream | wire.CloseStream, session: int) -> Outcome:
         if isinstance(request, wire.OpenStream):

@@ -5,9 +5,11 @@ same call in which parked requests are looked at again, so there is no moment be
 notice could be lost. Nothing here blocks; the caller holds the controller's lock.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from asyncflow.errors import QueueClosed, SchemaError, StorageError
 from asyncflow.storage import wire
@@ -16,7 +18,7 @@ from asyncflow.storage.ledger import listed
 from asyncflow.storage.sampler import BLOCKED, LEASED, READY, Wish
 from asyncflow.storage.schema import IDENTITY, Schema
 from asyncflow.storage.spec import TaskSpec
-from asyncflow.storage.status import TableStatus
+from asyncflow.storage.status import TableStatus, Wait
 from asyncflow.storage.store import Intake, Store
 from asyncflow.storage.ticket import Outcome, Ticket
 
@@ -251,8 +253,33 @@ class Desk:
     # Words
 
     def status(self) -> TableStatus:
-        """Return what the table holds and how its tasks stand."""
-        return self.store.status(sum(ticket.open for ticket in self._puts))
+        """Return what the table holds, how its tasks stand, how old their leases are, and who waits."""
+        status, now = self.store.status(sum(ticket.open for ticket in self._puts)), self._clock()
+        tasks = {}
+        for name, counts in status.tasks.items():
+            since = self.store.ledger.oldest_lease(name)
+            tasks[name] = replace(counts, oldest_lease=None if since is None else now - since)
+        return replace(status, tasks=tasks, waits=[*self._puts_waiting(now), *self._streams_waiting(now)])
+
+    def _puts_waiting(self, now: float) -> Iterator[Wait]:
+        for ticket in self._puts:
+            if ticket.open and ticket.intake is not None:
+                room = f"room for {ticket.intake.rows} rows and {ticket.intake.nbytes} bytes"
+                yield Wait(room, now - ticket.since, ticket.session)
+
+    def _streams_waiting(self, now: float) -> Iterator[Wait]:
+        missing: dict[str, list[str]] = {}
+        for ticket, flow in self._nexts:
+            if ticket.open:
+                if flow.task not in missing:
+                    missing[flow.task] = self._lacking(flow.task)
+                waited = now - ticket.since
+                yield Wait(flow.wanted, waited, ticket.session, flow.task, flow.consumer, missing[flow.task])
+
+    def _lacking(self, task: str) -> list[str]:
+        """Return the columns that the oldest blocked rows of a task lack; a status looks at no more than these."""
+        ledger = self.store.ledger
+        return self.store.missing(ledger.blocked(task)[:1024], ledger.task(task).need)
 
     def rows_awaited(self, flow: Flow) -> str:
         """Say which rows a stream waited for."""

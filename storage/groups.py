@@ -62,6 +62,15 @@ class Groups:
         self._slots.update(zip(distinct[fresh].tolist(), slots[fresh].tolist(), strict=True))
         return slots[inverse]
 
+    def known(self, ids: Int64s) -> Int64s:
+        """Return the slots of those of these ids that have a living group, each once."""
+        slots = (self._slots.get(each, _END) for each in np.unique(ids).tolist())
+        return np.fromiter((slot for slot in slots if slot != _END), np.int64)
+
+    def ids(self, rows: Int64s) -> Int64s:
+        """Return the group id of each row."""
+        return self._ids.at(self._slot.at(rows))
+
     def _chain(self, rows: Int64s, slots: Int64s) -> None:
         """Append rows to the chains of their slots: link within this put, then to what was there before."""
         order = np.argsort(slots, kind="stable")

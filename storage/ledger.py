@@ -43,6 +43,7 @@ class Grant:
     attempt: int
     expires: float
     holder: int
+    since: float
     part: Part | None = None
 
 
@@ -150,6 +151,14 @@ class Ledger:
         known = (rows >= self._state.base) & (rows < self._state.stop)
         known[known] = self._state.at(rows[known]) == _LIVE
         return known
+
+    def find(self, groups: Int64s | None = None) -> Int64s:
+        """Return the living rows of some groups, group after group and each in put order, or of all groups."""
+        if groups is None:
+            base = self._state.base
+            return base + np.flatnonzero(self._state.span(base, self._state.stop) == _LIVE)
+        rows = self.groups.members(self.groups.known(groups))
+        return rows[self.alive(rows)]
 
     def require(self, rows: Int64s) -> None:
         """Refuse rows that are not live (RowGone)."""
@@ -267,7 +276,7 @@ class Ledger:
         task.move(rows, self.groups.slots(rows), LEASED)
         task.attempts.put(rows, task.attempts.at(rows) + 1)
         attempt = int(task.attempts.at(rows).max(initial=1))
-        grant = Grant(lease, task.name, rows, attempt, now + task.spec.lease_seconds, holder, picked.part)
+        grant = Grant(lease, task.name, rows, attempt, now + task.spec.lease_seconds, holder, now, picked.part)
         self._grants[grant.id] = grant
         heapq.heappush(self._expiries, (grant.expires, grant.id))
         return grant
@@ -297,6 +306,10 @@ class Ledger:
         if grant is None or grant.expires <= now:
             raise LeaseLost(f"lease {lease} has expired, was given back, or is done")
         return grant
+
+    def oldest_lease(self, name: str) -> float | None:
+        """Return when the oldest lease of a task was given."""
+        return min((grant.since for grant in self._grants.values() if grant.task == name), default=None)
 
     def _held(self, grant: Grant) -> Int64s:
         """Return the rows of a lease that still are under it: some may have been dropped, and no

@@ -26,6 +26,24 @@ class TaskCounts(msgspec.Struct, frozen=True):
     """Acknowledged by this task so far, retired rows included."""
     blocked: int
     """Live, with columns missing that the task reads."""
+    oldest_lease: float | None = None
+    """Seconds since the oldest lease in force was given."""
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A request that waits: a consumer for rows, or a producer for room."""
+
+    wanted: str
+    seconds: float
+    """How long it has waited."""
+    client: int
+    """Number of the session, the same for all waits of one process."""
+    task: str | None = None
+    """None for a producer."""
+    consumer: str = ""
+    """Name that the stream was opened with."""
+    missing: list[str] = []
+    """Columns that the oldest blocked rows of the task lack."""
 
 
 class TableStatus(msgspec.Struct, frozen=True):
@@ -45,6 +63,8 @@ class TableStatus(msgspec.Struct, frozen=True):
     """Bounds admission: cells that are written to rows which are in already may exceed it."""
     waiting_puts: int = 0
     """Puts that are held back until there is room."""
+    waits: list[Wait] = []
+    """Who waits, first come first."""
 
 
 class QueueStatus(msgspec.Struct, frozen=True):

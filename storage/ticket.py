@@ -28,6 +28,8 @@ class Ticket:
     batch: Batch | None = None
     intake: Intake | None = None
     open: bool = True
+    since: float = 0.0
+    """When it was asked, by the controller's clock."""
 
     def settle(self, outcome: Outcome) -> None:
         """Answer the request, unless it was answered before."""

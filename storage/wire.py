@@ -86,6 +86,13 @@ class Read(Message, tag="read"):
     columns: list[str]
 
 
+class Find(Message, tag="find"):
+    """Ask for the living rows of some groups, or for all of them."""
+
+    table: str
+    groups: bytes | None = None
+
+
 class DeclareTask(Message, tag="declare_task"):
     """Declare a consumer group."""
 
@@ -234,9 +241,9 @@ class Unpin(Message, tag="unpin"):
 
 
 Request: TypeAlias = (
-    Hello | Map | Grant | Unpin | CreateTable | OpenTable | AddColumns | DropTable | Put | Write | Read | DeclareTask
-    | OpenStream | Next | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Reset | Seal | AskLedger
-    | AskStatus | Fail | Bye | Cancel
+    Hello | Map | Grant | Unpin | CreateTable | OpenTable | AddColumns | DropTable | Put | Write | Read | Find
+    | DeclareTask | OpenStream | Next | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Reset | Seal
+    | AskLedger | AskStatus | Fail | Bye | Cancel
 )  # fmt: skip
 
 
@@ -266,6 +273,14 @@ class Rows(Message, tag="rows"):
     """Row ids of a put."""
 
     rows: bytes
+
+
+class Found(Message, tag="found"):
+    """Living rows, the group of each, and the presence bits of its columns (uint64, the same width)."""
+
+    rows: bytes
+    groups: bytes
+    written: bytes
 
 
 class Opened(Message, tag="opened"):
@@ -309,7 +324,9 @@ class Failure(Message, tag="failure"):
     message: str
 
 
-Reply: TypeAlias = Ok | Welcome | Granted | TableInfo | Rows | Opened | Leased | End | Ledgered | Status | Failure
+Reply: TypeAlias = (
+    Ok | Welcome | Granted | TableInfo | Rows | Found | Opened | Leased | End | Ledgered | Status | Failure
+)  # fmt: skip
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Subcommands: `run`, `resume`, `validate`, `schema`.
+"""Subcommands: `run`, `resume`, `validate`, `schema`, `storage start`, `storage inspect`.
 
 Exit codes: 0 done, 1 the run failed, 2 the file or the arguments are wrong, 130 interrupted (a checkpoint is left).
 """
@@ -58,6 +58,32 @@ def schema(
     from asyncflow.config.schema import schema as describe
 
     sys.stdout.write(reference() if markdown else json.dumps(describe(), indent=1) + "\n")
+
+
+storage = typer.Typer(no_args_is_help=True, help="The TransferQueue alone: serve one, or look at one.")
+app.add_typer(storage, name="storage")
+
+
+@storage.command()
+def start(
+    url: Annotated[str, typer.Option(help="Where to serve it: ipc:///path or tcp://127.0.0.1:port.")],
+) -> None:
+    """Serve an empty queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
+    from asyncflow.cli.storage import start as command
+
+    raise typer.Exit(command(url))
+
+
+@storage.command()
+def inspect(
+    url: Annotated[str, typer.Argument(help="Address of the queue.")],
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print it in Prometheus' text format.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the queue.")] = 10.0,
+) -> None:
+    """Show tables, what each task has to do, and who waits for what: asyncflow storage inspect ipc:///tmp/queue."""
+    from asyncflow.cli.storage import inspect as command
+
+    raise typer.Exit(command(url, prometheus=prometheus, timeout=timeout))
 
 
 @app.callback(invoke_without_command=True)

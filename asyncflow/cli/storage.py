@@ -1,0 +1,84 @@
+"""`asyncflow storage start` and `asyncflow storage inspect`: serve a queue, and look at one."""
+
+import signal
+import sys
+
+from asyncflow.errors import QueueClosed, StorageError, WaitTimeout
+from asyncflow.storage import TransferQueue
+from asyncflow.storage.prometheus import exposition
+from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
+
+FAILED, USAGE = 1, 2
+
+
+def start(url: str) -> int:
+    """Serve an empty queue until Ctrl-C or SIGTERM; print its address once it accepts."""
+    ends = {signal.SIGINT, signal.SIGTERM}
+    # Blocked before any thread is made, so that no signal is lost and only `sigwait` sees one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    with TransferQueue.open() as queue:
+        try:
+            address = queue.serve(url)
+        except StorageError as error:
+            return _refused(error)
+        print(address, flush=True)
+        signal.sigwait(ends)
+    return 0
+
+
+def inspect(url: str, *, prometheus: bool, timeout: float) -> int:
+    """Print how a queue stands."""
+    try:
+        with TransferQueue.open(url, timeout) as queue:
+            status = queue.status()
+    except StorageError as error:
+        return _refused(error)
+    sys.stdout.write(exposition(status) if prometheus else describe(url, status))
+    return 0
+
+
+def _refused(error: StorageError) -> int:
+    sys.stderr.write(f"{error}\n")
+    return FAILED if isinstance(error, WaitTimeout | QueueClosed) else USAGE
+
+
+def describe(url: str, status: QueueStatus) -> str:
+    """Show tables, tasks and waits, a line each."""
+    # The one who asks is a client, too.
+    lines = [f"queue {url}: {status.clients - 1} other clients, {status.streams} streams"]
+    if status.failed is not None:
+        lines.append(f"failed: {status.failed.rstrip()}")
+    for name, table in status.tables.items():
+        lines.append(f"table {name}: {table.rows} rows, {_size(table.bytes)}{', sealed' if table.sealed else ''}")
+        lines += _table(table)
+    return "\n".join(lines if status.tables else [*lines, "no tables"]) + "\n"
+
+
+def _table(table: TableStatus) -> list[str]:
+    width = max(map(len, table.tasks), default=0)
+    tasks = [f"  task {name:{width}}  {_task(counts)}" for name, counts in table.tasks.items()]
+    return tasks + [f"  {_wait(wait)}" for wait in table.waits]
+
+
+def _task(counts: TaskCounts) -> str:
+    oldest = "" if counts.oldest_lease is None else f" (oldest {_age(counts.oldest_lease)})"
+    return f"{counts.waiting} ready, {counts.leased} leased{oldest}, {counts.done} done, {counts.blocked} blocked"
+
+
+def _wait(wait: Wait) -> str:
+    who = wait.consumer or f"client {wait.client}"
+    role = "a put" if wait.task is None else f"task {wait.task}"
+    lacking = f"; blocked rows lack {', '.join(wait.missing)}" if wait.missing else ""
+    return f"{who} ({role}) waits for {wait.wanted} since {_age(wait.seconds)}{lacking}"
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def _size(amount: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if amount < 1000 or unit == "GB":
+            break
+        amount /= 1000
+    return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
