@@ -160,8 +160,8 @@ class Store:
 
     def _having(self, column: str) -> Int64s:
         """Return the living rows that have a column."""
-        rows = np.arange(self.ledger.base, self.ledger.stop)
-        rows = rows[self.ledger.alive(rows)]
+        every = np.arange(self.ledger.base, self.ledger.stop)
+        rows: Int64s = every[self.ledger.alive(every)]
         return rows[self.ledger.written(rows) & self.schema.mask([column]) != 0]
 
     def _fresh(self, rows: Int64s, batch: Batch, name: str) -> Int64s:
