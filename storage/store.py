@@ -161,8 +161,9 @@ class Store:
     def _having(self, column: str) -> Int64s:
         """Return the living rows that have a column."""
         every = np.arange(self.ledger.base, self.ledger.stop)
-        rows: Int64s = every[self.ledger.alive(every)]
-        return rows[self.ledger.written(rows) & self.schema.mask([column]) != 0]
+        rows = every[self.ledger.alive(every)]
+        found: Int64s = rows[self.ledger.written(rows) & self.schema.mask([column]) != 0]
+        return found
 
     def _fresh(self, rows: Int64s, batch: Batch, name: str) -> Int64s:
         """Return the places where a column is not written yet, after comparing those where it is."""
