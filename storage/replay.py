@@ -191,7 +191,8 @@ class Replay:
 
     def over_by(self, rows: Int64s, statuses: Statuses, step: int) -> npt.NDArray[np.bool_]:
         """Return which rows are over with, and were used last in a step up to this one."""
-        return (statuses == DONE) & ~self._pool.has(rows) & (self._last.at(rows) <= step)
+        over: npt.NDArray[np.bool_] = (statuses == DONE) & ~self._pool.has(rows)
+        return over & (self._last.at(rows) <= step)
 
     def unused(self, rows: Int64s) -> int:
         """Take back one use for each time that a row is named; return how many rows have none left."""

@@ -160,9 +160,10 @@ class Store:
 
     def _having(self, column: str) -> Int64s:
         """Return the living rows that have a column."""
-        rows = np.arange(self.ledger.base, self.ledger.stop)
-        rows = rows[self.ledger.alive(rows)]
-        return rows[self.ledger.written(rows) & self.schema.mask([column]) != 0]
+        every = np.arange(self.ledger.base, self.ledger.stop)
+        rows = every[self.ledger.alive(every)]
+        found: Int64s = rows[self.ledger.written(rows) & self.schema.mask([column]) != 0]
+        return found
 
     def _fresh(self, rows: Int64s, batch: Batch, name: str) -> Int64s:
         """Return the places where a column is not written yet, after comparing those where it is."""

@@ -51,8 +51,10 @@ class Traits:
 
     def tokens(self, choice: Choice, rows: Int64s) -> Int64s:
         """Return the tokens of rows."""
-        parts = [self._kept["tokens", name].at(rows) for name in choice.tokens]
-        return np.sum(parts, axis=0).astype(np.int64)
+        tokens = np.zeros(len(rows), np.int64)
+        for name in choice.tokens:
+            tokens += self._kept["tokens", name].at(rows).astype(np.int64)
+        return tokens
 
     def version(self, choice: Choice, rows: Int64s) -> Float64s:
         """Return the oldest version of rows, infinity where a row has none."""

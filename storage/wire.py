@@ -289,8 +289,8 @@ class Opened(Message, tag="opened"):
     stream: int
 
 
-class Leased(Message, tag="leased"):
-    """A batch under lease."""
+class Leased(Message, tag="leased", omit_defaults=True):
+    """A batch under lease; of a divided step, which of how many micro-batches of the rank it is."""
 
     lease: int
     rows: bytes
