@@ -281,7 +281,8 @@ class Found:
     def has(self, columns: Sequence[str]) -> npt.NDArray[np.bool_]:
         """Return which rows have all of these columns."""
         need = self.schema.mask(list(columns))
-        return self.written & need == need
+        having: npt.NDArray[np.bool_] = self.written & need == need
+        return having
 
 
 class Stream:

@@ -85,10 +85,11 @@ def _cells(column: Column, bounds: Int64s) -> Column:
 
 
 def _jagged(tensor: "torch.Tensor") -> tuple[Spec, Column]:
-    if "jagged" not in str(tensor.layout) or tensor.lengths() is not None:
+    nested = cast("Any", tensor)  # torch does not declare what only nested tensors have
+    if "jagged" not in str(tensor.layout) or nested.lengths() is not None:
         return _listed(list(tensor.unbind()))
     column = Column.infer(tensor.values())
-    bounds = tensor.offsets().cpu().numpy().astype(np.int64)
+    bounds = nested.offsets().cpu().numpy().astype(np.int64)
     return _spec(column, "rows", column.values.shape[1:]), _cells(column, bounds)
 
 

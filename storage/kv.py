@@ -11,6 +11,7 @@ a read of a field that is not there fails, indexes are never used again, and wai
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -262,7 +263,7 @@ class Client:
         else:
             names = [partition_id]
         partitions = [each for each in map(self._existing, names) if each is not None]
-        return {each.name: _again(lambda each=each: _tagged(each)) for each in partitions}
+        return {each.name: _again(partial(_tagged, each)) for each in partitions}
 
     def kv_clear(self, keys: list[str] | str, partition_id: str) -> None:
         """Drop keys with their fields and tags; those that there are not are left alone."""

@@ -156,7 +156,8 @@ def _copies(writer: Writer, buffers: Sequence[Bytes]) -> tuple[list[Place] | Non
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     """Return where buffers begin that are laid one after another, and where the last ends."""
-    return bounds_of(np.array([size + -size % ALIGN for size in sizes], np.int64)).tolist()
+    starts: list[int] = bounds_of(np.array([size + -size % ALIGN for size in sizes], np.int64)).tolist()
+    return starts
 
 
 def _own(buffer: Bytes, writer: Writer) -> bool:

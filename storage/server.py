@@ -128,9 +128,8 @@ class Server:
     def _receive(self) -> None:
         name, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         self._watch()
-        peer = self._peers.get(name.bytes)
         try:
-            call, batch = wire.decode_call([part.buffer for part in parts], peer and peer.memory)
+            call, batch = wire.decode_call([part.buffer for part in parts], self._memory(name.bytes))
         except WireError as error:
             self._reply(name.bytes, _number(parts), error)
             return
@@ -142,6 +141,10 @@ class Server:
             # A border of the process: the fault travels to the client that met it, and serves nobody else ill.
             log.exception("request %s failed", type(call.body).__name__)
             self._reply(name.bytes, call.call, StorageError(f"{type(error).__name__}: {error}"))
+
+    def _memory(self, name: bytes) -> OwnerMemory | None:
+        peer = self._peers.get(name)
+        return None if peer is None else peer.memory
 
     def _handle(self, name: bytes, descriptor: int, call: wire.Call, batch: Batch | None) -> None:
         if isinstance(call.body, wire.Hello):
@@ -212,9 +215,8 @@ class Server:
 
     def _gather(self, name: bytes, number: int, outcome: Outcome) -> None:
         """Copy the cells of an answer, and queue it."""
-        peer = self._peers.get(name)
         try:
-            frames = _frames(number, outcome, peer and peer.memory)
+            frames = _frames(number, outcome, self._memory(name))
         except Exception as error:
             # A border as in `_receive`: nobody else would learn of it.
             log.exception("a batch could not be gathered")
@@ -225,7 +227,9 @@ class Server:
         while self._outbox:
             name, number, answer = self._outbox.popleft()
             peer = self._peers.get(name)
-            frames = answer if isinstance(answer, list) else _frames(number, answer, peer and peer.memory)
+            frames = (
+                answer if isinstance(answer, list) else _frames(number, answer, None if peer is None else peer.memory)
+            )
             self._socket.send_multipart([name, *frames], copy=False)
 
 

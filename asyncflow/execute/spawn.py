@@ -61,7 +61,8 @@ def fork(target: Callable[..., None], args: tuple[object, ...], name: str, timeo
 
 def _settle(process: ForkServerProcess, started: "Future[None]") -> None:
     try:
-        started.set_result(_start(process))
+        _start(process)
+        started.set_result(None)
     except BaseException as error:  # noqa: BLE001  the border of the thread: the one who waits raises it
         started.set_exception(error)
 
