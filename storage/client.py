@@ -107,6 +107,11 @@ class Table:
     def __repr__(self) -> str:
         return f"Table({self.name!r}, {self._link.url})"
 
+    @property
+    def link(self) -> Link:
+        """The way to the queue."""
+        return self._link
+
     def put(self, batch: "Batch | Mapping[str, ColumnData]", repeat: int = 1, timeout: float = TIMEOUT) -> Int64s:
         """Admit rows and return their ids, int64; waits while the table is full.
 
@@ -115,9 +120,11 @@ class Table:
         -1, a new group_id for each row of the batch, rollout_id 0 to repeat - 1, segment 0; with `repeat`
         the last two are always filled in.
         """
-        request = wire.Put(self.name, secrets.token_bytes(16), repeat)
-        rows = _call(self._link, request, wire.Rows, self._batch(batch), timeout)
-        return wire.unpack(rows.rows)
+        return put_rows(self.send_put(batch, repeat).result(timeout))
+
+    def send_put(self, batch: "Batch | Mapping[str, ColumnData]", repeat: int = 1) -> Pending:
+        """Begin a put; `put_rows` reads the answer."""
+        return self._link.send(wire.Put(self.name, secrets.token_bytes(16), repeat), self._batch(batch))
 
     def room(self, cells: Mapping[str, int | Int64s]) -> Room:
         """Make room for cells that are written in place, and then put without a copy: `put(room.batch())`.
@@ -133,8 +140,11 @@ class Table:
 
         Under a `lease`, all rows must be held by it and it must be in force (LeaseLost).
         """
-        request = wire.Write(self.name, _pack(rows), lease.id if isinstance(lease, Lease) else lease)
-        _call(self._link, request, wire.Ok, self._batch(batch))
+        self.send_write(rows, batch, lease.id if isinstance(lease, Lease) else lease).result(TIMEOUT)
+
+    def send_write(self, rows: RowList, batch: "Batch | Mapping[str, ColumnData]", lease: int | None = None) -> Pending:
+        """Begin a write."""
+        return self._link.send(wire.Write(self.name, _pack(rows), lease), self._batch(batch))
 
     def _batch(self, columns: "Batch | Mapping[str, ColumnData]") -> Batch:
         names = columns.names if isinstance(columns, Batch) else columns.keys()
@@ -150,8 +160,11 @@ class Table:
 
     def read(self, rows: RowList, columns: Sequence[str]) -> Batch:
         """Return cells in the order of `rows` without consuming them (RowGone, ColumnMissing)."""
-        _reply, batch = self._link.send(wire.Read(self.name, _pack(rows), list(columns))).result(TIMEOUT)
-        return _present(batch)
+        return batch_of(self.send_read(rows, columns).result(TIMEOUT))
+
+    def send_read(self, rows: RowList, columns: Sequence[str]) -> Pending:
+        """Begin a read; `batch_of` takes the answer."""
+        return self._link.send(wire.Read(self.name, _pack(rows), list(columns)))
 
     def find(self, groups: RowList | None = None) -> "Found":
         """Return the living rows of some groups, group after group and each in put order, or all there are."""
@@ -300,15 +313,22 @@ class Stream:
         The end is told when the table is sealed and the task has no row left to be ready, nor any that is
         leased elsewhere and might come back.
         """
+        return self.lease(self.ask().result(timeout))
+
+    def ask(self) -> Pending:
+        """Ask for the next batch, or take what was asked for ahead; `lease` reads the answer."""
         with self._lock:
             pending = self._asked.popleft() if self._asked else self._link.send(wire.Next(self._id))
             while len(self._asked) < self._ahead:
                 self._asked.append(self._link.send(wire.Next(self._id)))
-        reply, batch = pending.result(timeout)
+            return pending
+
+    def lease(self, answer: tuple[wire.Reply, Batch | None]) -> "Lease | None":
+        """Return the lease of an answer, or None at the end."""
+        reply, batch = answer
         if isinstance(reply, wire.End):
             return None
-        leased = _expected(reply, wire.Leased)
-        return Lease(self._link, self._table, leased, _present(batch))
+        return Lease(self._link, self._table, _expected(reply, wire.Leased), _present(batch))
 
     def __iter__(self) -> "Iterator[Lease]":
         while (lease := self.next()) is not None:
@@ -370,6 +390,16 @@ def _call(
 ) -> R:
     reply, _ = link.send(request, batch).result(timeout)
     return _expected(reply, expect)
+
+
+def put_rows(answer: tuple[wire.Reply, Batch | None]) -> Int64s:
+    """Return the row ids that a put was answered with."""
+    return wire.unpack(_expected(answer[0], wire.Rows).rows)
+
+
+def batch_of(answer: tuple[wire.Reply, Batch | None]) -> Batch:
+    """Return the batch that a read was answered with."""
+    return _present(answer[1])
 
 
 def _expected(reply: wire.Message, expect: type[R]) -> R:

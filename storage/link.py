@@ -5,6 +5,7 @@ passes the wait is cancelled, and the controller's own answer, which says what w
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,12 +29,13 @@ GRACE = 10.0
 class Pending:
     """The answer to a request, once it is there."""
 
-    __slots__ = ("_arrived", "_outcome", "cancel", "peer")
+    __slots__ = ("_arrived", "_calls", "_outcome", "cancel", "peer")
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self._arrived = threading.Event()
         self._outcome: Outcome | None = None
+        self._calls: deque[Callable[[], None]] = deque()
         self.cancel: Callable[[], None] = lambda: None
 
     def complete(self, outcome: Outcome) -> None:
@@ -41,6 +43,19 @@ class Pending:
         if self._outcome is None:
             self._outcome = outcome
             self._arrived.set()
+            self._tell()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have something called once the answer is there, by whoever brings it: it must not block."""
+        self._calls.append(call)
+        if self._arrived.is_set():
+            self._tell()
+
+    def _tell(self) -> None:
+        # Both the one who completes and a late `then` may come here: each call is popped, and so made, once.
+        while self._calls:
+            with suppress(IndexError):
+                self._calls.popleft()()
 
     def wait(self, timeout: float) -> bool:
         """Wait for the answer; return whether it is there."""

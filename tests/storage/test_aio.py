@@ -1,0 +1,149 @@
+"""The asyncio client keeps the promises of the blocking one, beside it and when its calls are cancelled."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import QueueClosed, SchemaError, WaitTimeout
+from asyncflow.storage import Schema, aio
+
+SCHEMA = Schema({"x": "int64", "y": "int64"})
+
+
+@pytest.fixture
+def both(clients):
+    """The same queue with awaited and with blocking calls."""
+    host = clients()
+    table = host.create_table("t", SCHEMA, max_rows=100)
+    table.task("use", ["x"])
+    return aio.AsyncQueue(clients()), table
+
+
+def test_rows_go_through_with_awaited_calls_alone(both):
+    queue, blocking = both
+
+    async def produce(table):
+        for start in range(0, 40, 4):
+            await table.put({"x": np.arange(start, start + 4)})
+        await table.seal()
+
+    async def consume(table):
+        seen = []
+        async with table.stream("use", rows=4) as stream:
+            async for lease in stream:
+                await table.write(lease.rows, {"y": lease.batch["x"].array * 2}, lease)
+                assert (await table.read(lease.rows[::-1], ["y"]))["y"].array.tolist() == [
+                    2 * x for x in lease.batch["x"].array[::-1].tolist()
+                ]
+                await lease.done()
+                seen += lease.batch["x"].array.tolist()
+        return seen
+
+    async def main():
+        table = await queue.table("t")
+        parts = await asyncio.gather(consume(table), consume(table), produce(table))
+        return sorted(parts[0] + parts[1])
+
+    assert asyncio.run(main()) == list(range(40))
+    assert (blocking.ledger().admitted, blocking.ledger().done) == (40, 40)
+
+
+def test_a_hundred_waits_share_one_loop_and_hold_up_nobody(both):
+    queue, blocking = both
+
+    async def main():
+        table = await queue.table("t")
+        streams = [table.stream("use", rows=1) for _ in range(100)]
+        waits = [asyncio.ensure_future(stream.next()) for stream in streams]
+        await asyncio.sleep(0)
+        assert (await table.status()).rows == 0
+        await table.put({"x": np.arange(100)})
+        return sorted(lease.batch["x"].array[0] for lease in await asyncio.gather(*waits))
+
+    assert asyncio.run(main()) == list(range(100))
+    assert blocking.status().tasks["use"].leased == 100
+
+
+def test_a_cancelled_wait_leaves_no_lease_behind(both):
+    queue, blocking = both
+
+    async def main():
+        table = await queue.table("t")
+        stream = table.stream("use", rows=1)
+        for x in range(20):
+            wait = asyncio.ensure_future(stream.next())
+            await asyncio.sleep(0.002 * (x % 3))
+            put = asyncio.ensure_future(table.put({"x": [x]}))
+            await asyncio.sleep(0)
+            wait.cancel()
+            await put
+            kept = (await asyncio.gather(wait, return_exceptions=True))[0]
+            if isinstance(kept, aio.AsyncLease):
+                await kept.release()
+        got = []
+        while len(got) < 20:
+            lease = await stream.next(10)
+            got += lease.batch["x"].array.tolist()
+            assert lease.attempt == 1
+            await lease.done()
+        return sorted(got)
+
+    assert asyncio.run(main()) == list(range(20))
+    assert blocking.ledger().done == 20
+
+
+def test_a_bounded_wait_says_what_it_waited_for(both):
+    queue, _ = both
+
+    async def waits():
+        table = await queue.table("t")
+        await table.stream("use", rows=3, consumer="me").next(timeout=0.05)
+
+    with pytest.raises(WaitTimeout, match=r"table 't', task 'use' \(consumer 'me'\): waited for 3 rows"):
+        asyncio.run(waits())
+
+
+def test_a_full_table_holds_back_an_awaited_put_and_a_blocking_consumer_frees_it(both):
+    queue, blocking = both
+
+    async def main():
+        table = await queue.table("t")
+        await table.put({"x": np.arange(100)})
+        late = asyncio.ensure_future(table.put({"x": [100]}))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(late), 0.05)
+        lease = await asyncio.to_thread(lambda: blocking.stream("use", rows=50).next())
+        await asyncio.to_thread(lease.done)
+        return len(await late)
+
+    assert asyncio.run(main()) == 1
+
+
+def test_errors_are_those_of_the_blocking_calls(both):
+    queue, _ = both
+
+    async def main():
+        table = await queue.table("t")
+        with pytest.raises(SchemaError, match="no column"):
+            await table.put({"z": [1]})
+        await queue.close()
+        with pytest.raises(QueueClosed):
+            await table.put({"x": [1]})
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_ends_in_the_middle_of_a_wait_harms_nobody(both):
+    queue, blocking = both
+
+    async def main():
+        table = await queue.table("t")
+        asyncio.get_running_loop().call_later(0.05, lambda: None)
+        wait = asyncio.ensure_future(table.stream("use", rows=1).next())
+        await asyncio.sleep(0.05)
+        return wait
+
+    asyncio.run(main())
+    blocking.put({"x": [1]})
+    assert blocking.status().rows == 1
