@@ -262,7 +262,7 @@ class Peer:
 
     def stream(self, rows: int, number: int) -> float:
         """Batches from another process to the worker."""
-        return self._ask("stream", rows=rows, number=max(2, number // 8))
+        return self._ask("stream", rows=rows, number=max(2, number // 20))
 
     def latency(self, number: int) -> list[float]:
         """One row to a client that polls every millisecond."""
