@@ -123,8 +123,7 @@ def held(rows: int, batch: int, repeat: int) -> list[float]:
     """Seconds for a batch to go through eight tasks, with so many rows held."""
     client, partition = tq.get_client(), f"held {next(fresh)}"
     piece = TensorDict({"x": torch.arange(batch)}, batch_size=batch)
-    for _ in range(max(1, rows // batch)):
-        client.put(piece, partition_id=partition)
+    client.put(TensorDict({"x": torch.arange(rows)}, batch_size=rows), partition_id=partition)
     times = [timed(lambda: through(client, piece, partition, batch))[0] for _ in range(repeat)]
     client.clear_partition(partition)
     return times

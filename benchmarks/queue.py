@@ -9,6 +9,7 @@ rounds' medians, with the least and the greatest of them. Ratios say more than m
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ FULL = Size(
     streamed=400,
     delivered=100,
     held=(1_000, 1_000_000),
-    held_by_peer=(1_000, 16_000),
+    held_by_peer=(1_000, 8_000),
 )
 QUICK = Size(
     ((Case("a: 16 rows of tokens", "tokens", 16), 2), (Case("c: 2 rows of 1 MiB", "blobs", 2), 2)),
@@ -65,7 +66,7 @@ def measure(subjects: Sequence[Subject], size: Size, rounds: int, note: Callable
     figures: Figures = {}
     for number in range(rounds):
         for subject in subjects:
-            note(f"round {number + 1} of {rounds}: {subject.name}")
+            note(f"{time.strftime('%H:%M:%S')} round {number + 1} of {rounds}: {subject.name}")
             for case, key, figure in _once(subject, size, first=number == 0):
                 figures.setdefault(case, {}).setdefault(f"{subject.name} {key}", []).append(figure)
     return dict(sorted(figures.items()))

@@ -3,6 +3,7 @@
 Each does the work of one round and returns seconds for each repetition, by operation.
 """
 
+import itertools
 import json
 import select
 import subprocess
@@ -11,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -175,7 +175,7 @@ class Embedded:
             names = [f"task {number}" for number in range(TASKS)]
             for name in names:
                 table.task(name, reads=("x",))
-            for start, stop in pairwise([*range(0, rows, 10_000), rows]):
+            for start, stop in itertools.pairwise([*range(0, rows, 10_000), rows]):
                 table.put({"x": np.arange(start, stop)})
             streams = [table.stream(name, rows=batch) for name in names]
             piece = {"x": np.arange(batch)}
@@ -262,7 +262,7 @@ class Peer:
 
     def stream(self, rows: int, number: int) -> float:
         """Batches from another process to the worker."""
-        return self._ask("stream", rows=rows, number=max(2, number // 8))
+        return self._ask("stream", rows=rows, number=max(2, number // 20))
 
     def latency(self, number: int) -> list[float]:
         """One row to a client that polls every millisecond."""
@@ -323,12 +323,12 @@ def echo(url: str) -> None:
 
 
 def produce(url: str, rows: str, number: str) -> None:
-    """Put batches one after another."""
+    """Put batches one after another, so many or, where that is 0, for ever."""
     batch = arrow(Case("", "tokens", int(rows)).rows())
     with TransferQueue.open(url) as queue:
         table = queue.table("rows")
         ready()
-        for _ in range(int(number)):
+        for _ in range(int(number)) if int(number) else itertools.repeat(None):
             table.put(batch)
 
 
