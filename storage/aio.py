@@ -9,6 +9,8 @@ What a call sends is copied in the loop's thread before it first waits, which ta
 """
 
 import asyncio
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -28,32 +30,53 @@ R = TypeVar("R")
 
 async def connect(url: str, timeout: float = TIMEOUT) -> "AsyncQueue":
     """Reach a queue that is served, or make one in this process (`embedded://`), without holding up the loop."""
-    return AsyncQueue(await asyncio.to_thread(client.TransferQueue.open, url, timeout))
+    opened: deque[client.TransferQueue] = deque()
+    given_up = threading.Event()
+
+    def opening() -> None:
+        opened.append(client.TransferQueue.open(url, timeout))
+        if given_up.is_set():
+            _close(opened)
+
+    try:
+        await asyncio.to_thread(opening)
+    except asyncio.CancelledError:
+        given_up.set()
+        threading.Thread(target=_close, args=(opened,), name="asyncflow-close", daemon=True).start()
+        raise
+    return AsyncQueue(opened.pop())
+
+
+def _close(opened: "deque[client.TransferQueue]") -> None:
+    while opened:
+        with suppress(IndexError):  # two may come here for one queue
+            opened.popleft().close()
 
 
 async def answered(pending: Pending, timeout: float, surplus: Callable[[], None] | None = None) -> Pending:
-    """Wait until a request is answered; `surplus` is called with an answer that comes after the wait was cancelled."""
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-    pending.then(lambda: _wake(loop, arrived.set))
+    """Wait until a request is answered; `surplus` is called, in a thread, if the answer comes when nobody waits."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Future[None] = loop.create_future()
+    pending.then(lambda: _wake(loop, arrived))
     try:
-        await asyncio.wait_for(arrived.wait(), timeout)
-    except TimeoutError:
-        pending.cancel()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(arrived.wait(), GRACE)
-        if not arrived.is_set():
-            raise WaitTimeout(f"{pending.peer} did not answer within {timeout:g} s") from None
-    except asyncio.CancelledError:
+        await asyncio.wait({arrived}, timeout=timeout)
+        if not arrived.done():
+            pending.cancel()
+            await asyncio.wait({arrived}, timeout=GRACE)
+        if not arrived.done():
+            raise WaitTimeout(f"{pending.peer} did not answer within {timeout:g} s")
+    except (asyncio.CancelledError, WaitTimeout):
         pending.cancel()
         if surplus is not None:
-            pending.then(lambda: _wake(loop, surplus))
+            # Not in the loop, which may be over, nor where the answer is brought, where nothing may be asked.
+            pending.then(threading.Thread(target=surplus, name="asyncflow-surplus", daemon=True).start)
         raise
     return pending
 
 
-def _wake(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> None:
-    with suppress(RuntimeError):  # a loop that is over needs no waking, and a lease that it had runs out by itself
-        loop.call_soon_threadsafe(call)
+def _wake(loop: asyncio.AbstractEventLoop, arrived: "asyncio.Future[None]") -> None:
+    with suppress(RuntimeError):  # a loop that is over needs no waking
+        loop.call_soon_threadsafe(arrived.set_result, None)
 
 
 class AsyncQueue:
@@ -146,13 +169,13 @@ class AsyncStream:
 
     def __init__(self, table: client.Table, task: str, wishes: Mapping[str, Any]) -> None:
         self._table, self._task, self._wishes = table, task, dict(wishes)
-        self._stream: client.Stream | None = None
+        self._opening: asyncio.Task[client.Stream] | None = None
 
     async def next(self, timeout: float = TIMEOUT) -> "AsyncLease | None":
         """Return the next batch, or None when nothing can come any more."""
         stream = await self._opened()
         pending = stream.ask()
-        await answered(pending, timeout, lambda: _give_back(stream, pending))
+        await answered(pending, timeout, lambda: _give_back(self._table, stream, pending))
         lease = stream.lease(pending.result(0))
         return None if lease is None else AsyncLease(lease, self._table)
 
@@ -162,8 +185,9 @@ class AsyncStream:
 
     async def close(self) -> None:
         """Give back all leases that are not done, attempts not counted; idempotent."""
-        if self._stream is not None:
-            await asyncio.to_thread(self._stream.close)
+        if self._opening is not None:
+            stream = await self._opened()
+            await asyncio.to_thread(stream.close)
 
     async def __aenter__(self) -> "AsyncStream":
         await self._opened()
@@ -175,9 +199,16 @@ class AsyncStream:
         await self.close()
 
     async def _opened(self) -> client.Stream:
-        if self._stream is None:
-            self._stream = await asyncio.to_thread(lambda: self._table.stream(self._task, **self._wishes))
-        return self._stream
+        if self._opening is None or self._opening.cancelled():
+            # One for all who ask meanwhile, and kept when one of them is cancelled: a second would be lost to `close`.
+            opening = asyncio.to_thread(lambda: self._table.stream(self._task, **self._wishes))
+            self._opening = asyncio.ensure_future(opening)
+        opened = self._opening
+        try:
+            return await asyncio.shield(opened)
+        except StorageError:
+            self._opening = None if self._opening is opened else self._opening
+            raise
 
 
 class AsyncLease:
@@ -206,8 +237,8 @@ class AsyncLease:
         (await answered(self._table.link.send(request), TIMEOUT)).result(0)
 
 
-def _give_back(stream: client.Stream, pending: Pending) -> None:
+def _give_back(table: client.Table, stream: client.Stream, pending: Pending) -> None:
     with suppress(StorageError):
         lease = stream.lease(pending.result(0))
         if lease is not None:
-            lease.release()
+            table.link.send(wire.Release(table.name, lease.id))

@@ -8,6 +8,9 @@ segments granted to it, and maps others read-only. Each answer that points into 
 that gets it, until the client tells that its last array on it is gone. A session that is lost may still be alive:
 segments that it wrote or pinned are never used again, only let go. So no array ever changes under its reader.
 
+A process that is forked from one of these cuts nothing: it would write where its parent does. Arrays in shared
+segments that it inherits are its parent's, and good only as long as the parent keeps them.
+
 Names are random, files have mode 0600. The owner holds a lock as long as it lives; whoever makes an arena later
 removes the files of owners that do not.
 """
@@ -35,6 +38,7 @@ _LEAST = 4 << 20
 _SPARE = 512 << 20
 """Bytes of segments that are kept for the next writer; more are let go."""
 _POPULATE_WRITE = 23
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -95,29 +99,40 @@ class Writer:
         self._slab: Slab | None = None
         self._open: Counter[int] = Counter()
         self._ended: deque[int] = deque()
+        self._process = os.getpid()
 
     def take(self, nbytes: int) -> Region | None:
         """Return a writable region, or None if there is no memory for it."""
+        if os.getpid() != self._process:
+            return None
         with self._lock:
-            if self._slab is None or self._slab.filled + nbytes > self._slab.size:
-                self._slab = self._next(nbytes)
-                if self._slab is None:
-                    return None
-            region = Region(self._slab, self._slab.filled, nbytes, self._ended, writable=True)
-            self._slab.filled += nbytes + -nbytes % ALIGN
-            self._open[self._slab.number] += 1
+            slab = self._room(nbytes)
+            if slab is None:
+                return None
+            region = Region(slab, slab.filled, nbytes, self._ended, writable=True)
+            slab.filled += nbytes + -nbytes % ALIGN
+            self._open[slab.number] += 1
             return region
+
+    def _room(self, nbytes: int) -> Slab | None:
+        if nbytes > _LEAST // 2:  # a segment of its own, lest one that is soon to go is kept by small things beside it
+            return self._next(nbytes)
+        if self._slab is None or self._slab.filled + nbytes > self._slab.size:
+            slab = self._next(nbytes)
+            if slab is None:
+                return None
+            self._slab = slab
+        return self._slab
 
     def owns(self, region: Region) -> bool:
         """Whether a region was cut by this writer."""
         return region.ended is self._ended
 
     def _next(self, nbytes: int) -> Slab | None:
-        if self._slab is not None:
-            self._open[self._slab.number] += 0  # left, even if nothing was ever cut from it
         while self._ended:
             self._open[self._ended.popleft()] -= 1
-        left = [number for number, regions in self._open.items() if regions == 0]
+        current = None if self._slab is None else self._slab.number
+        left = [number for number, regions in self._open.items() if regions == 0 and number != current]
         for number in left:
             del self._open[number]
         granted = self._grant(nbytes, left)
@@ -176,8 +191,7 @@ class Arena:
         with self._lock:
             if self._owner is None:
                 sweep()
-                self._owner = os.open(_path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                fcntl.flock(self._owner, fcntl.LOCK_EX)
+                self._owner = _claim(_path(self.name))
                 self._drop(self._free)
             return self.name
 
@@ -194,6 +208,9 @@ class Arena:
             self._leave(left, session)
             fits = [slab for slab in self._free if size <= slab.size <= 4 * size]
             slab = min(fits, key=lambda each: each.size) if fits else self._make(size)
+            if slab is None and self._free:  # spare segments of other sizes may be what is in the way
+                self._drop(self._free)
+                slab = self._make(size)
             if slab is None:
                 return None
             if fits:
@@ -288,12 +305,13 @@ class Arena:
             self._free.append(segment.slab)
 
     def _make(self, size: int) -> Slab | None:
-        if self.shared and size > _available() // 2:  # others need some of it too
-            return None
         self._last += 1
         try:
-            mapping = _create(_path(self.name, self._last), size) if self.shared else mmap.mmap(-1, size)
-        except OSError:
+            if self.shared and size > _available() // 2:  # others need some of it too
+                return None
+            # Private, so that a forked process keeps what it had, as with any other memory.
+            mapping = _create(_path(self.name, self._last), size) if self.shared else mmap.mmap(-1, size, _PRIVATE)
+        except (OSError, OverflowError):
             return None
         with suppress(OSError, ValueError):  # an older kernel faults the pages in when they are first written
             mapping.madvise(_POPULATE_WRITE)
@@ -312,7 +330,7 @@ class Window:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._slabs: dict[tuple[int, bool], tuple[Slab, int]] = {}
+        self._slabs: dict[tuple[int, bool], Slab] = {}
         self._ended: deque[int] = deque()
 
     @staticmethod
@@ -327,7 +345,7 @@ class Window:
             if key not in self._slabs:
                 self._prune()
                 self._slabs[key] = _open(_path(self._name, number), number, writable=writable)
-            return self._slabs[key][0]
+            return self._slabs[key]
 
     def region(self, number: int, offset: int, nbytes: int) -> Region:
         """Return bytes to read, which the owner has pinned for this client."""
@@ -346,15 +364,12 @@ class Window:
     def close(self) -> None:
         """Let all mappings go; arrays that are left keep theirs."""
         with self._lock:
-            for _, descriptor in self._slabs.values():
-                os.close(descriptor)
             self._slabs.clear()
 
     def _prune(self) -> None:
-        for key, (_, descriptor) in list(self._slabs.items()):
-            if os.fstat(descriptor).st_nlink == 0:
-                os.close(descriptor)
-                del self._slabs[key]
+        for number, writable in list(self._slabs):
+            if not _path(self._name, number).exists():  # numbers are never used again
+                del self._slabs[number, writable]
 
 
 def sweep() -> None:
@@ -367,6 +382,16 @@ def sweep() -> None:
             for left in FOLDER.glob(f"{_PREFIX}{name}-*"):
                 left.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+
+
+def _claim(path: Path) -> int:
+    """Make the file of an owner and lock it; whoever sweeps between the two has removed it, then it is made again."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
 
 
 @contextmanager
@@ -404,7 +429,7 @@ def _create(path: Path, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _open(path: Path, number: int, *, writable: bool) -> tuple[Slab, int]:
+def _open(path: Path, number: int, *, writable: bool) -> Slab:
     try:
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -414,9 +439,10 @@ def _open(path: Path, number: int, *, writable: bool) -> tuple[Slab, int]:
     try:
         mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, access)
     except (OSError, ValueError) as error:
-        os.close(descriptor)
         raise WireError(f"segment {path.name} cannot be mapped: {error}") from error
-    return Slab(number, size, mapping, _address(mapping), shared=True), descriptor
+    finally:
+        os.close(descriptor)
+    return Slab(number, size, mapping, _address(mapping), shared=True)
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -69,7 +69,8 @@ class Room:
     def __init__(self, schema: Schema, writer: Writer, cells: Mapping[str, int | Int64s]) -> None:
         """Make room for so many cells of each fixed column, and for cells of these lengths of each ragged one."""
         self._schema = schema
-        self._offsets = {name: bounds_of(np.asarray(n, np.int64)) for name, n in cells.items() if np.ndim(n)}
+        counts = {name: _counts(name, number) for name, number in cells.items()}
+        self._offsets = {name: bounds_of(number) for name, number in counts.items() if number.ndim}
         shapes = {name: self._shape(name, n) for name, n in cells.items()}
         items = {name: schema.dtype(name).item for name in cells}
         sizes = [items[name].itemsize * int(np.prod(shapes[name], dtype=object)) for name in cells]
@@ -99,6 +100,13 @@ class Room:
                 for name, array in self._arrays.items()
             }
         )
+
+
+def _counts(name: str, given: int | Int64s) -> Int64s:
+    counts = np.asarray(given)
+    if counts.ndim > 1 or (counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0)):
+        raise SchemaError(f"column {name!r}: expected a number of cells or their lengths, found {given!r}")
+    return counts.astype(np.int64)
 
 
 def keep(batch: Batch, writer: Writer) -> Batch:

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -20,7 +21,7 @@ from asyncflow.storage.batch import Batch
 from asyncflow.storage.frames import MAX_FRAME
 from asyncflow.storage.link import GRACE, Pending
 from asyncflow.storage.memory import ClientMemory
-from asyncflow.storage.server import HEARTBEAT_MS, LINGER_MS, SILENCE_MS
+from asyncflow.storage.server import HEARTBEAT_MS, LINGER_MS, MAX_GRANT, SILENCE_MS
 
 
 class RemoteLink:
@@ -36,6 +37,8 @@ class RemoteLink:
         self._ended: StorageError | None = None
         self._window: Window | None = None
         self._writer = Writer(self._grant)
+        self._unused: deque[int] = deque()
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._wake = os.eventfd(0)
         self._context = zmq.Context()
@@ -71,6 +74,8 @@ class RemoteLink:
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
         """Queue a request for the socket's thread."""
+        if os.getpid() != self._process:
+            raise StorageError(f"{self._peer} was opened by the process that this one was forked from: open it here")
         pending = Pending(self._peer)
         number, window = next(self._numbers), self._window
         if window is not None and (counts := window.unpinned()):
@@ -99,9 +104,25 @@ class RemoteLink:
     def _grant(self, nbytes: int, left: list[int]) -> Slab | None:
         if self._window is None:
             return None
-        reply, _ = self.send(wire.Grant(nbytes, left)).result(GRACE)
-        segment = reply.segment if isinstance(reply, wire.Granted) else None
-        return None if segment is None else self._window.slab(segment, writable=True)
+        while self._unused:
+            left.append(self._unused.popleft())
+        if nbytes > MAX_GRANT:
+            self._unused.extend(left)
+            return None
+        pending = self.send(wire.Grant(nbytes, left))
+        try:
+            segment = _segment(pending.result(GRACE)[0])
+            return None if segment is None else self._window.slab(segment, writable=True)
+        except StorageError:
+            # What is sent goes over the socket then; a segment that is there after all is left with the next grant.
+            pending.then(lambda: self._leave(pending))
+            return None
+
+    def _leave(self, pending: Pending) -> None:
+        with suppress(StorageError):
+            segment = _segment(pending.result(0)[0])
+            if segment is not None:
+                self._unused.append(segment)
 
     def serve(self, url: str) -> str:
         """Refuse: only the process that holds a queue can serve it."""
@@ -109,6 +130,8 @@ class RemoteLink:
 
     def close(self) -> None:
         """Say goodbye, which gives back all leases, and leave; idempotent."""
+        if os.getpid() != self._process:
+            return
         if self._ended is None:
             self.send(wire.Bye()).wait(LINGER_MS / 1000)
         self._stop(QueueClosed(f"the client of {self.url} is closed"))
@@ -168,6 +191,10 @@ class RemoteLink:
         self._events.close(0)
         self._socket.close(0)
         self._context.term()
+
+
+def _segment(reply: wire.Reply) -> int | None:
+    return reply.segment if isinstance(reply, wire.Granted) else None
 
 
 _OPTIONS = {

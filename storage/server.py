@@ -133,6 +133,11 @@ class Server:
         except WireError as error:
             self._reply(name.bytes, _number(parts), error)
             return
+        except Exception as error:
+            # A border as below: what a client sends, or changes in memory while it is read, must not end this loop.
+            log.exception("a request could not be read")
+            self._reply(name.bytes, _number(parts), _fault(error))
+            return
         try:
             self._handle(name.bytes, int(name.get(zmq.SRCFD)), call, batch)
         except StorageError as error:
@@ -140,7 +145,7 @@ class Server:
         except Exception as error:
             # A border of the process: the fault travels to the client that met it, and serves nobody else ill.
             log.exception("request %s failed", type(call.body).__name__)
-            self._reply(name.bytes, call.call, StorageError(f"{type(error).__name__}: {error}"))
+            self._reply(name.bytes, call.call, _fault(error))
 
     def _memory(self, name: bytes) -> OwnerMemory | None:
         peer = self._peers.get(name)
@@ -215,13 +220,7 @@ class Server:
 
     def _gather(self, name: bytes, number: int, outcome: Outcome) -> None:
         """Copy the cells of an answer, and queue it."""
-        try:
-            frames = _frames(number, outcome, self._memory(name))
-        except Exception as error:
-            # A border as in `_receive`: nobody else would learn of it.
-            log.exception("a batch could not be gathered")
-            frames = _frames(number, StorageError(f"{type(error).__name__}: {error}"), None)
-        self._send(name, number, frames)
+        self._send(name, number, _frames(number, outcome, self._memory(name)))
 
     def _flush(self) -> None:
         while self._outbox:
@@ -240,6 +239,14 @@ def _frames(number: int, outcome: Outcome, memory: OwnerMemory | None) -> list[w
         return wire.encode_answer(number, outcome[0], gathered(outcome[1]), memory)
     except StorageError as error:
         return wire.encode_answer(number, wire.failure(error), None)
+    except Exception as error:
+        # A border as in `_receive`: nobody else would learn of it.
+        log.exception("a batch could not be gathered")
+        return wire.encode_answer(number, wire.failure(_fault(error)), None)
+
+
+def _fault(error: Exception) -> StorageError:
+    return StorageError(f"{type(error).__name__}: {error}")
 
 
 def _number(parts: "list[zmq.Frame]") -> int:

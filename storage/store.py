@@ -67,6 +67,8 @@ class Store:
     def intake(self, batch: Batch, repeat: int, put_id: bytes) -> Intake:
         """Check a put against schema and limits, and fill in its identity columns."""
         self.schema.check(batch.dtypes)
+        if "group_id" in batch:  # in shared memory a client could change it after it was checked
+            batch = batch.with_columns({"group_id": batch["group_id"].copy()})
         if repeat < 1:
             raise SchemaError(f"repeat is at least 1, not {repeat}")
         assigned = {"rollout_id", "segment"} & set(batch.names)

@@ -35,7 +35,15 @@ class Ticket:
         """Answer the request, unless it was answered before."""
         if self.open:
             self.open = False
-            self.answer(outcome)
+            answer, self.answer = self.answer, _over
+            # The one who waits may hold this to cancel it: without an end to that circle cells would wait for the
+            # garbage collector, which does not see how large they are.
+            self.batch = self.intake = None
+            answer(outcome)
+
+
+def _over(outcome: Outcome) -> None:
+    """Stand in for the answer of a request that was answered."""
 
 
 def gathered(content: Batch | Cells | None) -> Batch | None:

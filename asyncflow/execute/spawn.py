@@ -14,8 +14,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, SpawnProcess
@@ -55,6 +55,7 @@ def fork(target: Callable[..., None], args: tuple[object, ...], name: str, timeo
     try:
         started.result(timeout)
     except TimeoutError:
+        started.cancel()
         raise WaitTimeout(f"{name}: the libraries of the engines were not loaded within {timeout:g} s") from None
     return process
 
@@ -62,9 +63,14 @@ def fork(target: Callable[..., None], args: tuple[object, ...], name: str, timeo
 def _settle(process: ForkServerProcess, started: "Future[None]") -> None:
     try:
         _start(process)
-        started.set_result(None)
     except BaseException as error:  # noqa: BLE001  the border of the thread: the one who waits raises it
-        started.set_exception(error)
+        with suppress(InvalidStateError):
+            started.set_exception(error)
+        return
+    try:
+        started.set_result(None)
+    except InvalidStateError:  # nobody waits any more, so nobody would ever end it
+        process.kill()
 
 
 def _start(process: SpawnProcess | ForkServerProcess) -> None:

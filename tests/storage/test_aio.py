@@ -1,12 +1,15 @@
 """The asyncio client keeps the promises of the blocking one, beside it and when its calls are cancelled."""
 
 import asyncio
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from asyncflow.errors import QueueClosed, SchemaError, WaitTimeout
-from asyncflow.storage import Schema, aio
+from asyncflow.storage import Schema, TransferQueue, aio, wire
+from asyncflow.storage.link import Pending
 
 SCHEMA = Schema({"x": "int64", "y": "int64"})
 
@@ -147,3 +150,56 @@ def test_a_loop_that_ends_in_the_middle_of_a_wait_harms_nobody(both):
     asyncio.run(main())
     blocking.put({"x": [1]})
     assert blocking.status().rows == 1
+
+
+@pytest.mark.parametrize("timeout", [0.01, 60])
+def test_an_answer_after_a_cancelled_wait_is_handed_on_also_when_the_loop_is_over(timeout):
+    pending, handed = Pending("the queue"), threading.Event()
+
+    async def main():
+        wait = asyncio.ensure_future(aio.answered(pending, timeout, handed.set))
+        await asyncio.sleep(0.05)
+        wait.cancel()
+        assert isinstance((await asyncio.gather(wait, return_exceptions=True))[0], asyncio.CancelledError)
+
+    asyncio.run(main())
+    assert not handed.is_set()
+    pending.complete((wire.Ok(), None))
+    assert handed.wait(30)
+
+
+def test_those_who_ask_a_stream_at_once_open_it_once(both):
+    queue, blocking = both
+
+    async def main():
+        table = await queue.table("t")
+        stream = table.stream("use", rows=1)
+        waits = [asyncio.ensure_future(stream.next()) for _ in range(4)]
+        await asyncio.sleep(0)
+        waits.pop().cancel()
+        await table.put({"x": np.arange(3)})
+        await asyncio.gather(*waits)
+        assert (await queue.status()).streams == 1
+        await stream.close()
+
+    asyncio.run(main())
+    assert blocking.status().tasks["use"].leased == 0
+
+
+@pytest.mark.parametrize("after", [0, 0.02, 0.2])
+def test_a_cancelled_connect_leaves_no_client_behind(address, after):
+    async def main():
+        wait = asyncio.ensure_future(aio.connect(address))
+        await asyncio.sleep(after)
+        wait.cancel()
+        for found in await asyncio.gather(wait, return_exceptions=True):
+            if isinstance(found, aio.AsyncQueue):
+                await found.close()
+
+    with TransferQueue.open() as host:
+        host.serve(address)
+        asyncio.run(main())
+        ends = time.monotonic() + 30
+        while host.status().clients and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert host.status().clients == 0

@@ -1,5 +1,6 @@
 """Memory that is used again must never change under an array that somebody still has."""
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.errors import WireError
+from asyncflow.errors import WaitTimeout, WireError
 from asyncflow.storage import arena as arena_module
-from asyncflow.storage.arena import FOLDER, Arena, Window, region_of, sweep
+from asyncflow.storage.arena import FOLDER, Arena, Window, Writer, region_of, sweep
 
 MIB = 1 << 20
 
@@ -179,3 +180,87 @@ def test_only_arrays_of_a_region_have_one(arena):
     assert region_of(np.zeros(4)) is None
     assert region_of(array.copy()) is None
     assert arena_module.ALIGN % 64 == 0
+
+
+def test_nothing_is_cut_from_a_segment_that_was_left_with_a_grant_that_failed(arena):
+    told, failing = [], []
+
+    def grant(nbytes, left):
+        told.extend(left)
+        if failing:
+            raise WaitTimeout("no answer")
+        return arena.grant(nbytes, [], session=7)
+
+    writer = Writer(grant)
+    segments = [writer.take(nbytes).segment for nbytes in (MIB, 4 * MIB)]
+    failing.append(True)
+    with pytest.raises(WaitTimeout):
+        writer.take(4 * MIB)
+    assert told == segments[1:]
+    failing.clear()
+    assert {writer.take(nbytes).segment for nbytes in (0, MIB, 2 * MIB)}.isdisjoint(told)
+
+
+def test_what_is_small_and_stays_does_not_hold_what_is_large_and_goes(arena):
+    writer, small = arena.writer(1), []
+    for _ in range(50):
+        small.append(writer.take(MIB // 32))
+        writer.take(4 * MIB)
+    assert arena.used <= 16 * MIB
+
+
+def test_a_forked_process_keeps_what_it_had_and_cuts_nothing(arena):
+    writer = arena.writer(1)
+    array = writer.take(MIB).array()
+    array[:] = 1
+    changed, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(changed, 1)
+        os._exit(0 if (array == 1).all() and writer.take(MIB) is None else 1)
+    array[:] = 2
+    os.write(say, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(changed)
+    os.close(say)
+
+
+def test_an_owner_that_is_swept_before_it_has_its_lock_begins_anew(arena, monkeypatch):
+    sweeps, flock = [True], fcntl.flock
+
+    def late(descriptor, operation):
+        if operation == fcntl.LOCK_EX and sweeps:
+            sweeps.pop()
+            sweep()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    arena.share()
+    assert not sweeps
+    assert Window.visible(arena.name)
+    sweep()
+    assert files(arena) == [f"asyncflow-{arena.name}"]
+
+
+def test_without_a_folder_for_shared_memory_there_is_no_region(arena, monkeypatch, tmp_path):
+    arena.share()
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module, "FOLDER", tmp_path / "none")
+        assert arena.writer(1).take(MIB) is None
+
+
+def test_spare_segments_make_room_for_one_of_another_size(arena, monkeypatch):
+    arena.share()
+    left = [arena.grant(MIB, [], session=7).number for _ in range(4)]
+    monkeypatch.setattr(arena_module, "_available", lambda: (64 if len(files(arena)) == 1 else 8) * MIB)
+    assert arena.grant(20 * MIB, left, session=7).size == 20 * MIB
+
+
+def test_a_window_keeps_one_descriptor_for_a_mapping_and_none_once_it_is_closed(arena):
+    window = Window(arena.share())
+    slab = arena.grant(MIB, [], session=7)
+    before = len(os.listdir("/proc/self/fd"))
+    window.slab(slab.number, writable=True)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    window.close()
+    assert len(os.listdir("/proc/self/fd")) == before

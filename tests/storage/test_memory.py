@@ -2,12 +2,14 @@
 
 import gc
 import multiprocessing
+import os
+import time
 
 import numpy as np
 import pytest
 
-from asyncflow.errors import SchemaError
-from asyncflow.storage import Schema, TransferQueue
+from asyncflow.errors import SchemaError, StorageError
+from asyncflow.storage import Schema, TransferQueue, link, remote
 from asyncflow.storage.arena import FOLDER, Window, region_of
 
 SCHEMA = Schema({"image": "uint8[65536]", "tokens": "list<int64>", "reward": "float64"})
@@ -100,7 +102,18 @@ def test_cells_written_in_place_are_put_without_a_copy(served):
             assert region_of(seen["image"].array).offset == region_of(room["image"]).offset
 
 
-@pytest.mark.parametrize("cells_of", [{"image": np.array([1, 2])}, {"tokens": 4}, {"reward": [1, 2]}])
+@pytest.mark.parametrize(
+    "cells_of",
+    [
+        {"image": np.array([1, 2])},
+        {"tokens": 4},
+        {"reward": [1, 2]},
+        {"reward": -1},
+        {"tokens": np.array([3, -1])},
+        {"tokens": np.array([1.5])},
+        {"tokens": np.array([[1, 2]])},
+    ],
+)
 def test_room_is_asked_for_as_the_column_is(served, cells_of):
     with pytest.raises(SchemaError, match="expected"):
         served[0].table("t").room(cells_of)
@@ -142,3 +155,76 @@ def test_what_a_killed_producer_put_stays_as_it_was(served):
         table.drop(rows, "over")
         gc.collect()
         assert same(other.table("t").read(other.table("t").put(cells(13)), ["image", "tokens", "reward"]), cells(13))
+
+
+def test_a_grant_that_comes_too_late_costs_a_put_nothing_and_is_given_back(served, monkeypatch):
+    queue, url = served
+    arena = queue._link._arena
+    grant = arena.grant
+
+    def late(nbytes, left, session):
+        time.sleep(0.5)
+        return grant(nbytes, left, session)
+
+    for module in (link, remote):
+        monkeypatch.setattr(module, "GRACE", 0.05)
+    with TransferQueue.open(url) as client:
+        table = client.table("t")
+        with monkeypatch.context() as patch:
+            patch.setattr(arena, "grant", late)
+            pending = table.send_put(cells(1))
+            assert pending.wait(30)
+        monkeypatch.setattr(remote, "GRACE", 30)
+        client.status()
+        first = arena.used
+        rows = table.put(cells(2))
+        assert arena.used == first
+        assert same(table.read(rows, ["image", "tokens", "reward"]), cells(2))
+
+
+def test_bounds_that_a_client_changes_after_a_put_are_not_believed(served):
+    queue, url = served
+    queue.create_table("ragged", Schema({"tokens": "list<uint8>"}))
+    with TransferQueue.open(url) as client:
+        table = client.table("ragged")
+        lengths = np.full(10_000, 16)
+        room = table.room({"tokens": lengths})
+        room["tokens"][:] = 7
+        rows = table.put(room.batch())
+        for slab in client._link._window._slabs.values():
+            if not np.frombuffer(slab.mapping, np.uint8).flags.writeable:
+                continue
+            np.frombuffer(slab.mapping, np.uint8)[:] = 255
+        batch = table.read(rows[::-3], ["tokens"])
+        assert set(batch["tokens"].lengths.tolist()) == {16}
+        assert queue.table("ragged").read(rows, ["tokens"])["tokens"].lengths.sum() == 160_000
+
+
+def test_a_client_that_a_forked_process_inherits_says_so(served):
+    _, url = served
+    with TransferQueue.open(url) as client:
+        child = os.fork()
+        if child == 0:
+            try:
+                client.status()
+            except StorageError as error:
+                client.close()
+                os._exit(0 if "forked" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert client.status().clients == 1
+
+
+def test_memory_of_cells_that_are_gone_waits_for_no_garbage_collector():
+    gc.disable()
+    try:
+        with TransferQueue.open() as queue:
+            table = queue.create_table("t", SCHEMA)
+            table.task("use", ["image"])
+            stream = table.stream("use", rows=64)
+            for seed in range(10):
+                table.put({"image": np.full((64, 65536), seed, np.uint8)})
+                stream.next().done()
+            assert queue._link._arena.used <= 12 << 20
+    finally:
+        gc.enable()
