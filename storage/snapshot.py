@@ -1,0 +1,278 @@
+"""Snapshots: a consistent cut of all tables in a folder, and a queue made of one.
+
+A cut is taken in one moment (`Store.cut`) and written later, while the queue goes on. A snapshot is a manifest and one
+file per table. The files have new names each time; once they are on the disk the manifest is written beside its
+predecessor and renamed over it, which is the moment in which the new snapshot takes the place of the old one. So a
+folder holds a whole snapshot or none, wherever a save is cut off. What such a save has left goes with the next one.
+
+The manifest names each file with its size and xxh3, and ends with its own. All are compared before anything is made.
+"""
+
+import fcntl
+import itertools
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import xxhash
+
+from asyncflow.errors import StorageError
+from asyncflow.storage import frames, image
+from asyncflow.storage.store import Store, TableCut
+from asyncflow.storage.unit import Block
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_KIND = "asyncflow.storage snapshot"
+_OURS = re.compile(r"[0-9a-f]{16}\.(\d+\.table|manifest)")
+_PIECE = 1 << 20
+_MAX_MANIFEST = 64 << 20
+_JUMP = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """All tables in one moment, and the numbers that are never given again."""
+
+    tables: list[TableCut]
+    bases: dict[str, int]
+    """The next row of each table that was dropped."""
+    lease: int
+    """No lease has had this id, nor a higher one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a queue begins with."""
+
+    stores: list[Store]
+    bases: dict[str, int]
+    leases: Iterator[int]
+
+
+class File(msgspec.Struct, forbid_unknown_fields=True):
+    """A file of a snapshot."""
+
+    name: str
+    bytes: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, forbid_unknown_fields=True):
+    """What a snapshot consists of."""
+
+    kind: str
+    format: int
+    tables: list[File]
+    bases: dict[str, int]
+    lease: int
+
+
+class _Begin(msgspec.Struct):
+    """What every format of a manifest has."""
+
+    kind: str = ""
+    format: int = 0
+
+
+# Writing
+
+
+def write(cut: Cut, folder: Path) -> None:
+    """Write a snapshot, which takes the place of the one in the folder; a StorageError leaves that one as it was."""
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            _replace(cut, folder)
+    except (OSError, ValueError, OverflowError) as error:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise StorageError(f"no snapshot was written to {folder}: {error}") from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other writers out of a folder; the lock goes with its process."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(f"another snapshot is being written to {folder}: wait for it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(cut: Cut, folder: Path) -> None:
+    name = secrets.token_hex(8)
+    try:
+        files = [_write_table(table, folder / f"{name}.{number}.table") for number, table in enumerate(cut.tables)]
+        _write_manifest(Manifest(_KIND, FORMAT, files, cut.bases, cut.lease), folder / f"{name}.manifest")
+        _sync(folder)
+        (folder / f"{name}.manifest").replace(folder / MANIFEST)
+    except BaseException:
+        _clear(folder, lambda path: path.name.startswith(name))
+        raise
+    _sync(folder)
+    _sync(folder.parent)
+    # Only what is not needed any more: should this fail, the snapshot is written all the same.
+    with suppress(OSError):
+        _clear(folder, lambda path: not path.name.startswith(name))
+
+
+def _clear(folder: Path, unwanted: Callable[[Path], bool]) -> None:
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name) and unwanted(path):
+            path.unlink(missing_ok=True)
+
+
+def _write_table(cut: TableCut, path: Path) -> File:
+    """Write one table: the length of its image, the image, and the frames of its blocks."""
+    packed = [frames.pack(block.batch) for block in cut.blocks]
+    head = image.encode(_image(cut, packed))
+    with _created(path) as file:
+        digest = xxhash.xxh3_64()
+        size = 0
+        contents = itertools.chain([len(head).to_bytes(8, "little"), head], *(buffers for _, buffers in packed))
+        for content in contents:
+            digest.update(content)
+            size += file.write(content)
+    return File(path.name, size, digest.hexdigest())
+
+
+def _image(cut: TableCut, packed: "list[tuple[frames.Layout, list[frames.Buffer]]]") -> image.TableImage:
+    blocks = [
+        image.BlockImage(block.rows, block.places, block.dead, layout, [len(buffer) for buffer in buffers])
+        for block, (layout, buffers) in zip(cut.blocks, packed, strict=True)
+    ]
+    first = np.array([rows[0] if len(rows) else 0 for rows in cut.puts.values()], np.int64)
+    count = np.array([len(rows) for rows in cut.puts.values()], np.int64)
+    puts = image.PutsImage(list(cut.puts), first, count)
+    return image.TableImage(cut.name, cut.columns, cut.max_rows, cut.max_bytes, cut.ledger, puts, blocks)
+
+
+def _write_manifest(manifest: Manifest, path: Path) -> None:
+    content = msgspec.json.encode(manifest)
+    with _created(path) as file:
+        file.write(content + b"\n" + xxhash.xxh3_64_hexdigest(content).encode() + b"\n")
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file that only its owner may read; it is on the disk when this ends."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Reading
+
+
+def read(folder: Path) -> Held:
+    """Return what a snapshot holds; a StorageError names the file that is missing, damaged or foreign."""
+    manifest = _manifest(folder / MANIFEST)
+    for file in manifest.tables:
+        _verify(folder / file.name, file)
+    # Ids of leases that were handed out after the snapshot, and lost with the queue, must stay without meaning too.
+    leases = itertools.count(manifest.lease + _JUMP + secrets.randbelow(_JUMP))
+    stores = [_store(folder / file.name, leases) for file in manifest.tables]
+    return Held(stores, manifest.bases, leases)
+
+
+def _manifest(path: Path) -> Manifest:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_MANIFEST)
+    except OSError as error:
+        raise StorageError(f"{path.parent} is no snapshot: {path} cannot be read: {error}") from error
+    body, _, rest = content.partition(b"\n")
+    try:
+        begin = msgspec.json.decode(body, type=_Begin)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{path} is damaged, or no manifest of a snapshot: {error}") from error
+    if begin.kind != _KIND or begin.format != FORMAT:
+        raise StorageError(f"{path} is foreign or damaged: {begin.kind!r} of format {begin.format}; expected {FORMAT}")
+    if rest != xxhash.xxh3_64_hexdigest(body).encode() + b"\n":
+        raise StorageError(f"{path} is damaged: it does not match its checksum")
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except ValueError as error:
+        raise StorageError(f"{path} is no manifest of a snapshot: {error}") from error
+    for file in manifest.tables:
+        if not _OURS.fullmatch(file.name):
+            raise StorageError(f"{path} names {file.name!r}, which is no file of a snapshot")
+    return manifest
+
+
+def _verify(path: Path, file: File) -> None:
+    """Compare a file with its size and checksum."""
+    digest, size = xxhash.xxh3_64(), 0
+    try:
+        with open(path, "rb") as content:
+            while size <= file.bytes and (piece := content.read(_PIECE)):
+                digest.update(piece)
+                size += len(piece)
+    except OSError as error:
+        raise StorageError(f"{path}, which is part of a snapshot, cannot be read: {error}") from error
+    if size != file.bytes:
+        raise StorageError(f"{path} is damaged: {'more' if size > file.bytes else size} bytes of {file.bytes}")
+    if digest.hexdigest() != file.xxh3:
+        raise StorageError(f"{path} is damaged: it does not match its checksum")
+
+
+def _store(path: Path, leases: Iterator[int]) -> Store:
+    try:
+        with open(path, "rb") as file:
+            return Store.of(_read_table(file), leases)
+    except (OSError, StorageError, ValueError, LookupError, MemoryError, RecursionError) as error:
+        raise StorageError(f"{path} does not hold a table: {error}") from error
+
+
+def _read_table(file: BinaryIO) -> TableCut:
+    head = image.decode(_exactly(file, int.from_bytes(_exactly(file, 8).tobytes(), "little")).data)
+    blocks = [_block(file, block) for block in head.blocks]
+    puts = {
+        each: np.arange(first, first + count)
+        for each, first, count in zip(head.puts.ids, head.puts.first.tolist(), head.puts.count.tolist(), strict=True)
+    }
+    return TableCut(head.name, head.columns, head.max_rows, head.max_bytes, head.ledger, puts, blocks)
+
+
+def _block(file: BinaryIO, held: image.BlockImage) -> Block:
+    # Each has memory of its own, so that it can go when its rows do.
+    batch = frames.unpack(held.layout, [_exactly(file, size).data for size in held.frames])
+    if len(held.rows) != len(held.places) or np.any((held.places < 0) | (held.places >= len(batch))):
+        raise StorageError("rows that lie outside of their block")
+    block = Block(batch, held.rows, held.places)
+    block.dead = held.dead
+    return block
+
+
+def _exactly(file: BinaryIO, size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """Read so many bytes; a number that is larger than the rest of the file is refused before memory is taken."""
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    if not 0 <= size <= left:
+        raise StorageError(f"{size} bytes are expected where {left} are left")
+    content = np.empty(size, np.uint8)
+    if size and file.readinto(content.data) != size:
+        raise StorageError("the file has become shorter while it was read")
+    return content
