@@ -87,15 +87,14 @@ class _Begin(msgspec.Struct):
 
 def write(cut: Cut, folder: Path) -> None:
     """Write a snapshot, which takes the place of the one in the folder; a StorageError leaves that one as it was."""
-    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             _replace(cut, folder)
-    except (OSError, ValueError, OverflowError) as error:
-        if made:
-            with suppress(OSError):
-                folder.rmdir()
+        _sync(folder.parent)
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        with suppress(OSError):
+            folder.rmdir()  # which it is not while there is a snapshot in it
         raise StorageError(f"no snapshot was written to {folder}: {error}") from error
 
 
@@ -124,7 +123,6 @@ def _replace(cut: Cut, folder: Path) -> None:
         _clear(folder, lambda path: path.name.startswith(name))
         raise
     _sync(folder)
-    _sync(folder.parent)
     # Only what is not needed any more: should this fail, the snapshot is written all the same.
     with suppress(OSError):
         _clear(folder, lambda path: not path.name.startswith(name))
