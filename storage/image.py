@@ -124,7 +124,7 @@ class PutsImage(Image):
 
 
 class TableImage(Image):
-    """One table; the frames of its blocks follow it."""
+    """One table; the frames of its blocks stand before it, in this order."""
 
     name: str
     columns: dict[str, str]

@@ -35,6 +35,7 @@ _OURS = re.compile(r"[0-9a-f]{16}\.(\d+\.table|manifest)")
 _PIECE = 1 << 20
 _MAX_MANIFEST = 64 << 20
 _JUMP = 1 << 40
+_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,24 +136,36 @@ def _clear(folder: Path, unwanted: Callable[[Path], bool]) -> None:
 
 
 def _write_table(cut: TableCut, path: Path) -> File:
-    """Write one table: the length of its image, the image, and the frames of its blocks."""
-    packed = [frames.pack(block.batch) for block in cut.blocks]
-    head = image.encode(_image(cut, packed))
+    """Write one table: the frames of its blocks one after another, its image, and the length of that."""
     with _created(path) as file:
-        digest = xxhash.xxh3_64()
-        size = 0
-        contents = itertools.chain([len(head).to_bytes(8, "little"), head], *(buffers for _, buffers in packed))
-        for content in contents:
-            digest.update(content)
-            size += file.write(content)
-    return File(path.name, size, digest.hexdigest())
+        target = _Digested(file)
+        blocks = [_write_block(block, target) for block in cut.blocks]
+        tail = image.encode(_image(cut, blocks))
+        target.write(tail)
+        target.write(len(tail).to_bytes(_LENGTH, "little"))
+    return File(path.name, target.size, target.digest.hexdigest())
 
 
-def _image(cut: TableCut, packed: "list[tuple[frames.Layout, list[frames.Buffer]]]") -> image.TableImage:
-    blocks = [
-        image.BlockImage(block.rows, block.places, block.dead, layout, [len(buffer) for buffer in buffers])
-        for block, (layout, buffers) in zip(cut.blocks, packed, strict=True)
-    ]
+class _Digested:
+    """A file, what is written to it, and the digest of that."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.size, self.digest = file, 0, xxhash.xxh3_64()
+
+    def write(self, content: frames.Buffer) -> int:
+        self.digest.update(content)
+        written = self._file.write(content)
+        self.size += written
+        return written
+
+
+def _write_block(block: Block, target: _Digested) -> image.BlockImage:
+    layout, buffers = frames.pack(block.batch)
+    sizes = [target.write(buffer) for buffer in buffers]
+    return image.BlockImage(block.rows, block.places, block.dead, layout, sizes)
+
+
+def _image(cut: TableCut, blocks: list[image.BlockImage]) -> image.TableImage:
     first = np.array([rows[0] if len(rows) else 0 for rows in cut.puts.values()], np.int64)
     count = np.array([len(rows) for rows in cut.puts.values()], np.int64)
     puts = image.PutsImage(list(cut.puts), first, count)
@@ -246,13 +259,19 @@ def _store(path: Path, leases: Iterator[int]) -> Store:
 
 
 def _read_table(file: BinaryIO) -> TableCut:
-    head = image.decode(_exactly(file, int.from_bytes(_exactly(file, 8).tobytes(), "little")).data)
-    blocks = [_block(file, block) for block in head.blocks]
+    end = file.seek(-_LENGTH, os.SEEK_END)
+    length = int.from_bytes(file.read(_LENGTH), "little")
+    if length > end:
+        raise StorageError(f"an image of {length} bytes where {end} are left")
+    file.seek(end - length)
+    held = image.decode(_exactly(file, length).data)
+    file.seek(0)
+    blocks = [_block(file, block) for block in held.blocks]
     puts = {
         each: np.arange(first, first + count)
-        for each, first, count in zip(head.puts.ids, head.puts.first.tolist(), head.puts.count.tolist(), strict=True)
+        for each, first, count in zip(held.puts.ids, held.puts.first.tolist(), held.puts.count.tolist(), strict=True)
     }
-    return TableCut(head.name, head.columns, head.max_rows, head.max_bytes, head.ledger, puts, blocks)
+    return TableCut(held.name, held.columns, held.max_rows, held.max_bytes, held.ledger, puts, blocks)
 
 
 def _block(file: BinaryIO, held: image.BlockImage) -> Block:
