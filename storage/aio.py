@@ -9,6 +9,7 @@ What a call sends is copied in the loop's thread before it first waits, which ta
 """
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 from asyncflow.errors import StorageError, WaitTimeout
 from asyncflow.storage import client, wire
 from asyncflow.storage.batch import Batch, ColumnData
-from asyncflow.storage.client import TIMEOUT, RowList
+from asyncflow.storage.client import DISK_TIMEOUT, TIMEOUT, RowList
 from asyncflow.storage.link import GRACE, Pending
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
@@ -99,6 +100,10 @@ class AsyncQueue:
     async def status(self) -> QueueStatus:
         """Return how all tables stand."""
         return await asyncio.to_thread(self.blocking.status)
+
+    async def snapshot(self, folder: str | os.PathLike[str], timeout: float = DISK_TIMEOUT) -> None:
+        """Have all tables written to a folder of the process that holds the queue."""
+        await asyncio.to_thread(self.blocking.snapshot, folder, timeout)
 
     async def close(self) -> None:
         """Leave, as the blocking queue does."""

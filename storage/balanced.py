@@ -9,13 +9,14 @@ To `fifo` and `group`, which choose the rows of a step, rows that are planned co
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from asyncflow.storage import packing
 from asyncflow.storage.groups import Groups
+from asyncflow.storage.image import BalancedImage, Form, PartImage
 from asyncflow.storage.rolling import Rolling
 from asyncflow.storage.sampler import LEASED, READY, Fifo, Grouped, Picked, Statuses, Wish
 from asyncflow.types import Int64s
@@ -46,7 +47,7 @@ class Balanced:
         self._rows, self._whole = Fifo(base), Grouped(base, groups)
         self._ready = Rolling(np.bool_, base=base)
         self._planned = Rolling(np.bool_, base=base)
-        self._form: tuple[object, ...] = ()
+        self._form: Form | None = None
         self._queues: list[list[MicroBatch]] = []
         self._steps = self._plans = 0
 
@@ -85,10 +86,10 @@ class Balanced:
 
     def pick(self, wish: Wish, short: bool) -> Picked | None:
         """Return the next micro-batch of a rank; a step is planned by the first rank that has none left."""
-        form = (wish.rows, wish.groups, wish.split, wish.ranks)
+        form = (wish.rows, wish.groups, wish.split, wish.ranks or 1)
         if form != self._form:
             self.restart()
-            self._form, self._queues = form, [[] for _ in range(wish.ranks or 1)]
+            self._form, self._queues = form, [[] for _ in range(form[3])]
         queue = self._queues[wish.rank]
         if not queue:
             source = self._rows if wish.groups is None else self._whole
@@ -147,3 +148,25 @@ class Balanced:
             return 0
         others = (part for rank, queue in enumerate(self._queues) if rank != wish.rank for part in queue)
         return sum(len(self._left(part)) for part in others)
+
+    def image(self, leased: Iterable[MicroBatch]) -> BalancedImage:
+        """Return what is planned, with the micro-batches under lease, which nobody will be done with."""
+        parts = [part for part in leased if part.plans == self._plans]
+        parts += (part for queue in self._queues for part in queue)
+        images = [PartImage(each.step, each.number, each.rank, each.count, self._kept(each)) for each in parts]
+        return BalancedImage(self._steps, self._form, images)
+
+    def _kept(self, part: MicroBatch) -> Int64s:
+        rows = part.rows[part.rows >= self._planned.base]
+        return rows[self._planned.at(rows)]
+
+    def load(self, image: BalancedImage) -> None:
+        """Plan what an image says; all rows of it are ready."""
+        self._steps, self._form = image.steps, image.form
+        self._queues = [[] for _ in range(image.form[3] if image.form else 0)]
+        for each in image.parts:
+            self._planned.put(each.rows, 1)
+            slots = self._groups.slots(each.rows)
+            self._tell(each.rows, slots, np.full(len(each.rows), READY, np.uint8), LEASED)
+            part = MicroBatch(each.step, each.number, each.rank, each.count, each.rows, self, self._plans)
+            heapq.heappush(self._queues[each.rank], part)

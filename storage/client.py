@@ -5,10 +5,12 @@ stream or a lease included. Every blocking call takes a `timeout` in seconds and
 message names the table, the task, what was waited for and the missing columns.
 """
 
+import os
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import TypeAlias, TypeVar
@@ -17,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import SchemaError, StorageError, WireError
-from asyncflow.storage import wire
+from asyncflow.storage import snapshot, wire
 from asyncflow.storage.batch import Batch, ColumnData
+from asyncflow.storage.controller import Controller
 from asyncflow.storage.link import EmbeddedLink, Link, Pending
 from asyncflow.storage.memory import Room
 from asyncflow.storage.schema import Schema
@@ -27,6 +30,7 @@ from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s, RowId
 
 TIMEOUT = 60.0
+DISK_TIMEOUT = 600.0
 
 RowList: TypeAlias = Int64s | Sequence[RowId]
 R = TypeVar("R", bound=wire.Message)
@@ -48,6 +52,22 @@ class TransferQueue:
 
             return cls(RemoteLink(url, timeout))
         raise StorageError(f"{url!r} is no address of a queue: embedded://, ipc:///path or tcp://127.0.0.1:port")
+
+    @classmethod
+    def restore(cls, folder: str | os.PathLike[str]) -> "TransferQueue":
+        """Make a queue in this process from a snapshot; a StorageError names the file that is missing or damaged.
+
+        Streams and leases of before are gone: what was leased is ready again.
+        """
+        return cls(EmbeddedLink(Controller(held=snapshot.read(Path(folder)))))
+
+    def snapshot(self, folder: str | os.PathLike[str], timeout: float = DISK_TIMEOUT) -> None:
+        """Have the process that holds the queue write all tables to a folder, on its disk when this returns.
+
+        They are written as they stand now, while the queue goes on. A snapshot that is in the folder is replaced once
+        the new one is complete; a StorageError leaves it as it was.
+        """
+        self._link.send(wire.Snapshot(os.path.abspath(folder))).result(timeout)
 
     @property
     def url(self) -> str:

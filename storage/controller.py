@@ -6,14 +6,17 @@ clock is the expiry of leases, watched by one thread that sleeps until the next 
 """
 
 import itertools
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
 from asyncflow.errors import LeaseLost, QueueClosed, QueueFailed, SchemaError, StorageError, WaitTimeout
-from asyncflow.storage import wire
+from asyncflow.storage import snapshot, wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.desk import OK, Desk, Flow
 from asyncflow.storage.schema import Schema
@@ -23,11 +26,14 @@ from asyncflow.storage.ticket import Answer, Outcome, Ticket
 
 __all__ = ["Answer", "Controller", "Outcome", "Ticket"]
 
+log = logging.getLogger(__name__)
+
 
 class Controller:
     """Answers the requests of all sessions; safe to call from any thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, held: snapshot.Held | None = None) -> None:
+        """Begin with no tables, or with those that a snapshot held."""
         self._clock = clock
         self._lock = threading.Lock()
         self._alarm = threading.Condition(self._lock)
@@ -37,10 +43,15 @@ class Controller:
         self._sessions: set[int] = set()
         self._ids = itertools.count(1)
         # Over all tables, also one after another of the same name: what an old handle names is never another's.
-        self._leases = itertools.count(1)
+        self._leases: Iterator[int] = itertools.count(1)
         self._bases: dict[str, int] = {}
         self._failed: str | None = None
         self._closed = False
+        # One at a time, outside of the lock: nobody else waits for the disk.
+        self._writer = ThreadPoolExecutor(1, "asyncflow-snapshot")
+        if held is not None:
+            self._leases, self._bases = held.leases, dict(held.bases)
+            self._desks = {store.name: Desk(store, clock, self._rouse) for store in held.stores}
         self._watch = threading.Thread(target=self._watch_leases, name="asyncflow-leases", daemon=True)
         self._watch.start()
 
@@ -90,6 +101,8 @@ class Controller:
             self._alarm.notify()
         if threading.current_thread() is not self._watch:
             self._watch.join()
+        # A snapshot that was asked for before is complete, and answered, when the queue is over.
+        self._writer.shutdown()
 
     @property
     def closed(self) -> bool:
@@ -118,6 +131,8 @@ class Controller:
                 return self._desk(request.table).handle(request, None)
             case wire.Commit() | wire.Rewind() | wire.Reset() | wire.Seal():
                 return self._desk(request.table).handle(request, None)
+            case wire.Snapshot():
+                return self._snapshot(ticket, request)
             case _:
                 return self._administer(request)
 
@@ -182,6 +197,31 @@ class Controller:
             flow.desk.end(flow, counted=False)
         return OK
 
+    # Snapshots
+
+    def _snapshot(self, ticket: Ticket, request: wire.Snapshot) -> None:
+        """Take a cut, and have it written."""
+        folder = Path(request.folder)
+        if not folder.is_absolute():
+            raise StorageError(f"a snapshot needs the whole path of its folder, not {request.folder!r}")
+        self._expire()
+        tables = [desk.store.cut() for desk in self._desks.values()]
+        cut = snapshot.Cut(tables, dict(self._bases), next(self._leases))
+        self._writer.submit(self._write, ticket, cut, folder)
+
+    def _write(self, ticket: Ticket, cut: snapshot.Cut, folder: Path) -> None:
+        outcome: Outcome = OK
+        try:
+            snapshot.write(cut, folder)
+        except StorageError as error:
+            outcome = error
+        except Exception as error:
+            # A border of the process: nobody else would learn of it.
+            log.exception("a snapshot could not be written")
+            outcome = StorageError(f"no snapshot was written to {folder}: {type(error).__name__}: {error}")
+        with self._lock:
+            ticket.settle(outcome)
+
     # Leases that expire
 
     def tick(self) -> None:
@@ -231,4 +271,6 @@ class Controller:
             return flow.desk.rows_awaited(flow)
         if isinstance(ticket.request, wire.Put) and ticket.intake is not None:
             return self._desk(ticket.request.table).room_awaited(ticket.intake)
+        if isinstance(ticket.request, wire.Snapshot):
+            return f"the snapshot in {ticket.request.folder} is still being written, and goes on without its asker"
         return f"{type(ticket.request).__name__} was not answered in time"

@@ -7,6 +7,7 @@ n groups costs as many vectorised steps as the largest of them has rows.
 
 import numpy as np
 
+from asyncflow.storage.image import GroupsImage
 from asyncflow.storage.rolling import Rolling
 from asyncflow.types import Int64s
 
@@ -26,6 +27,23 @@ class Groups:
         self._slot = Rolling(np.int64, base=base)  # by row
         self.unused = 0
         """The smallest id above all that were ever used."""
+
+    def image(self) -> GroupsImage:
+        """Return all of this as it stands."""
+        columns = (self._ids, self._first, self._last, self._living, self._next, self._slot)
+        return GroupsImage(self.base, self.unused, *(column.copy() for column in columns))
+
+    def load(self, image: GroupsImage, base: int) -> None:
+        """Stand as an image says, with rows from `base`."""
+        self.unused = image.unused
+        self._ids.load(image.ids, image.base)
+        self._first.load(image.first, image.base)
+        self._last.load(image.last, image.base)
+        self._living.load(image.living, image.base)
+        self._next.load(image.next, base)
+        self._slot.load(image.slot, base)
+        living = np.flatnonzero(image.living)
+        self._slots = dict(zip(image.ids[living].tolist(), (image.base + living).tolist(), strict=True))
 
     @property
     def stop(self) -> int:

@@ -10,14 +10,16 @@ a table without tasks stays. Leases are fenced: what comes under an id that is o
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import LeaseLost, RowGone, SchemaError
+from asyncflow.storage.balanced import Balanced, MicroBatch
 from asyncflow.storage.groups import Groups
+from asyncflow.storage.image import LedgerImage, TaskImage
 from asyncflow.storage.replay import Replay
 from asyncflow.storage.rolling import Rolling
 from asyncflow.storage.sampler import BLOCKED, DONE, GONE, LEASED, READY, Part, Picked, Sampler, Wish
@@ -238,16 +240,21 @@ class Ledger:
                 raise SchemaError(f"task {name!r} is declared as {self.tasks[name].spec}, not {spec}")
             return
         spec.check(name)
+        task, live = self._begin(name, spec, need)
+        ready = live[self._written.at(live) & need == need]
+        task.move(ready, self.groups.slots(ready), READY)
+        self._undone.put(live, self._undone.at(live) + 1)
+        self.tasks[name] = task
+
+    def _begin(self, name: str, spec: TaskSpec, need: np.uint64) -> tuple[Task, Int64s]:
+        """Return a task to which all living rows are blocked, and these rows."""
         base = self._state.base
         arrays = Rolling(np.uint8, GONE, base), Rolling(np.int32, base=base)
         task = Task(name, spec, need, sampler(spec, base, self.groups, self.traits), *arrays)
         rows = np.arange(base, self._state.stop)
         live = rows[self._state.at(rows) == _LIVE]
         task.admit(len(rows), live, self.groups.slots(live))
-        ready = live[self._written.at(live) & need == need]
-        task.move(ready, self.groups.slots(ready), READY)
-        self._undone.put(live, self._undone.at(live) + 1)
-        self.tasks[name] = task
+        return task, live
 
     def task(self, name: str) -> Task:
         """Return a declared task; any other name is a SchemaError."""
@@ -461,6 +468,61 @@ class Ledger:
     def _living(self, parts: Sequence[Int64s]) -> Int64s:
         rows = np.concatenate(parts)
         return rows[self.alive(rows)]
+
+    # Snapshots
+
+    def image(self) -> LedgerImage:
+        """Return all of this as it stands; leases are not part of it, but their attempts are."""
+        return LedgerImage(
+            self.base,
+            self.admitted,
+            self.done,
+            dict(self.dropped),
+            self.sealed,
+            self._state.copy(),
+            self._written.copy(),
+            self._undone.copy(),
+            self.groups.image(),
+            self.traits.image(),
+            [self._picture(task) for task in self.tasks.values()],
+        )
+
+    def _picture(self, task: Task) -> TaskImage:
+        unsettled = {int(step): np.concatenate(rows) for step, rows in task.unsettled.items()}
+        arrays = task.status.copy(), task.attempts.copy()
+        image = TaskImage(task.name, task.spec, *arrays, task.done, task.committed, unsettled)
+        if isinstance(task.sampler, Balanced):
+            held = (grant.part for grant in self._grants.values() if grant.task == task.name)
+            image.balanced = task.sampler.image(part for part in held if isinstance(part, MicroBatch))
+        image.replay = None if task.replay is None else task.replay.image()
+        return image
+
+    def load(self, image: LedgerImage, needs: Mapping[str, np.uint64]) -> None:
+        """Stand as an image says, with no lease; `needs` are the columns that each task reads."""
+        self.admitted, self.done = image.admitted, image.done
+        self.dropped, self.sealed = dict(image.dropped), image.sealed
+        self._state.load(image.state, image.base)
+        self._written.load(image.written, image.base)
+        self._undone.load(image.undone, image.base)
+        self.groups.load(image.groups, image.base)
+        self.traits.load(image.traits, image.base, self.stop)
+        for task in image.tasks:
+            self.tasks[task.name] = self._revived(task, needs[task.name])
+
+    def _revived(self, image: TaskImage, need: np.uint64) -> Task:
+        """Return a task as an image says; what was leased is ready again."""
+        task, live = self._begin(image.name, image.spec, need)
+        status = image.status[live - self.base]
+        for rows, after in ((live[(status == READY) | (status == LEASED)], READY), (live[status == DONE], DONE)):
+            task.move(rows, self.groups.slots(rows), after)
+        task.attempts.put(live, image.attempts[live - self.base])
+        task.done, task.committed = image.done, image.committed
+        task.unsettled = {step: [rows] for step, rows in image.unsettled.items()}
+        if isinstance(task.sampler, Balanced) and image.balanced is not None:
+            task.sampler.load(image.balanced)
+        if task.replay is not None and image.replay is not None:
+            task.replay.load(image.replay)
+        return task
 
 
 def listed(rows: Int64s, most: int = 8) -> str:

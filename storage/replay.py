@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from asyncflow.storage.image import ReplayImage
 from asyncflow.storage.rolling import Rolling
 from asyncflow.storage.sampler import DONE, READY, Fifo, Picked, Statuses, Wish
 from asyncflow.storage.spec import Choice
@@ -215,3 +216,46 @@ class Replay:
         self._uses.put(rows, 0)
         self._last.put(rows, _NOWHERE)
         return used
+
+    # What a snapshot keeps
+
+    def image(self) -> ReplayImage:
+        """Return what is known of uses, and where the generator stands."""
+        return ReplayImage(
+            self._uses.copy(),
+            self._last.copy(),
+            self._pool.rows,
+            self._newest,
+            [(version, np.concatenate(rows)) for version, rows in self._by_version.items()],
+            self._noted,
+            np.concatenate([*self._over, _NONE]),
+            _state(self._random),
+        )
+
+    def load(self, image: ReplayImage) -> None:
+        """Know what an image says; the statuses of the rows have been told."""
+        base, count = self._uses.base, self._uses.stop - self._uses.base
+        self._pool = Pool(base)
+        self._pool.grow(count)
+        self._pool.add(image.pool)
+        self._uses.put(np.arange(base, base + count), image.uses)
+        self._last.put(np.arange(base, base + count), image.last)
+        self._newest, self._noted, self._over = image.newest, image.noted, [image.over]
+        self._by_version = {version: [rows] for version, rows in image.by_version}
+        self._random = _generator(image.random)
+
+
+def _state(random: np.random.Generator) -> tuple[bytes, bytes, int, int]:
+    """Return the state of a PCG64: two numbers of 128 bits, and a half that is left of the last draw."""
+    state = random.bit_generator.state
+    inner = state["state"]
+    numbers = (inner["state"].to_bytes(16, "little"), inner["inc"].to_bytes(16, "little"))
+    return *numbers, state["has_uint32"], state["uinteger"]
+
+
+def _generator(state: tuple[bytes, bytes, int, int]) -> np.random.Generator:
+    bits = np.random.PCG64(0)
+    number, increment, has, half = state
+    inner = {"state": int.from_bytes(number, "little"), "inc": int.from_bytes(increment, "little")}
+    bits.state = {"bit_generator": "PCG64", "state": inner, "has_uint32": has, "uinteger": half}
+    return np.random.Generator(bits)

@@ -52,6 +52,16 @@ class Rolling(Generic[T]):
         data[: self.stop - self.base] = self.span(self.base, self.stop)
         self._data, self._first = data, self.base
 
+    def copy(self) -> npt.NDArray[T]:
+        """Return the values of all ids that are held."""
+        return self.span(self.base, self.stop).copy()
+
+    def load(self, values: npt.NDArray[T], base: int) -> None:
+        """Hold these values for ids from `base`; there must be no ids yet."""
+        self.base = self.stop = self._first = base
+        self.grow(len(values))
+        self.span(base, self.stop)[:] = values
+
     def span(self, start: int, stop: int) -> npt.NDArray[T]:
         """Return a writable view of ids start to stop."""
         return self._data[start - self._first : stop - self._first]

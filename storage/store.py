@@ -12,11 +12,12 @@ import numpy as np
 from asyncflow.errors import CapacityExceeded, CellConflict, ColumnMissing, SchemaError
 from asyncflow.storage.batch import Batch, Column
 from asyncflow.storage.frames import MAX_ROWS
+from asyncflow.storage.image import LedgerImage
 from asyncflow.storage.ledger import Ledger, listed
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.spec import TaskSpec
 from asyncflow.storage.status import Counts, TableStatus, TaskCounts
-from asyncflow.storage.unit import Cells, Unit
+from asyncflow.storage.unit import Block, Cells, Unit
 from asyncflow.types import Int64s
 
 # A put that is sent again is recognised among this many before it.
@@ -52,6 +53,19 @@ class Intake:
         return self.shared.nbytes + 8 * len(self.shared) + self.own.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class TableCut:
+    """A table as it stood in one moment; nothing of it changes any more."""
+
+    name: str
+    columns: dict[str, str]
+    max_rows: int | None
+    max_bytes: int | None
+    ledger: LedgerImage
+    puts: dict[bytes, Int64s]
+    blocks: list[Block]
+
+
 class Store:
     """The rows of one table."""
 
@@ -63,6 +77,23 @@ class Store:
         self.ledger = Ledger(base, leases)
         self._unit = Unit(schema.columns, base)
         self._puts: dict[bytes, Int64s] = {}
+
+    @classmethod
+    def of(cls, cut: TableCut, leases: Iterator[int]) -> "Store":
+        """Return the table of a cut, with no lease: what was leased is ready again."""
+        store = cls(cut.name, Schema(cut.columns), Limits(cut.max_rows, cut.max_bytes), cut.ledger.base, leases)
+        store.ledger.load(cut.ledger, {task.name: store.schema.mask(task.spec.needs) for task in cut.ledger.tasks})
+        store._unit.admit(store.ledger.stop - store.ledger.base)
+        store._unit.load(cut.blocks, store.ledger.alive)
+        store._puts = dict(cut.puts)
+        return store
+
+    def cut(self) -> TableCut:
+        """Return the table as it stands: flat arrays are copied, cells are not."""
+        self.sweep()
+        columns, limits = dict(self.schema.columns), self.limits
+        ledger, blocks = self.ledger.image(), self._unit.blocks()
+        return TableCut(self.name, columns, limits.rows, limits.bytes, ledger, dict(self._puts), blocks)
 
     def intake(self, batch: Batch, repeat: int, put_id: bytes) -> Intake:
         """Check a put against schema and limits, and fill in its identity columns."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from asyncflow.errors import SchemaError
 from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.image import TraitImage
 from asyncflow.storage.rolling import Rolling
 from asyncflow.storage.schema import DType
 from asyncflow.storage.spec import Choice, Trait
@@ -20,6 +21,17 @@ class Traits:
     def __init__(self, base: int = 0) -> None:
         self._kept: dict[Trait, Rolling[np.float64]] = {}
         self._base = self._stop = base
+
+    def image(self) -> list[TraitImage]:
+        """Return what is kept as it stands."""
+        return [TraitImage(what, column, values.copy()) for (what, column), values in self._kept.items()]
+
+    def load(self, traits: list[TraitImage], base: int, stop: int) -> None:
+        """Stand as an image says, for rows from `base` to `stop`."""
+        self._base, self._stop = base, stop
+        for trait in traits:
+            values = self._kept[trait.what, trait.column] = Rolling(np.float64)
+            values.load(trait.values, base)
 
     def watch(self, trait: Trait, kind: DType) -> bool:
         """Keep a trait from now on, of columns of this dtype; return whether it was not kept before."""

@@ -5,9 +5,10 @@ share a position, so a value common to a group is held once. A block is freed wi
 written anew without the dead ones when they are more than half of its bytes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncflow.storage.batch import Batch, Column
 from asyncflow.storage.column import Pick
@@ -27,6 +28,12 @@ class Block:
     def __init__(self, batch: Batch, rows: Int64s, places: Int64s) -> None:
         self.batch, self.rows, self.places = batch, rows, places
         self.dead = 0
+
+    def copy(self) -> "Block":
+        """Return the block as it stands; all that it refers to never changes."""
+        block = Block(self.batch, self.rows, self.places)
+        block.dead = self.dead
+        return block
 
 
 class Cells:
@@ -99,12 +106,26 @@ class Unit:
         self._store(Block(batch, rows, np.arange(len(rows)) if places is None else places))
 
     def _store(self, block: Block) -> None:
+        self._add(block, block.rows, block.places)
+
+    def _add(self, block: Block, rows: Int64s, places: Int64s) -> None:
+        """Store a block whose rows are these, but for dead ones."""
         key, self._next_block = self._next_block, self._next_block + 1
         self._blocks[key] = block
         self.nbytes += block.batch.nbytes
-        cells = self._index.at(block.rows)
-        cells[:, self._numbers(block.batch.names)] = ((key << _PLACE_BITS) | block.places)[:, None]
-        self._index.put(block.rows, cells)
+        cells = self._index.at(rows)
+        cells[:, self._numbers(block.batch.names)] = ((key << _PLACE_BITS) | places)[:, None]
+        self._index.put(rows, cells)
+
+    def blocks(self) -> list[Block]:
+        """Return all blocks as they stand."""
+        return [block.copy() for block in self._blocks.values()]
+
+    def load(self, blocks: Iterable[Block], living: Callable[[Int64s], npt.NDArray[np.bool_]]) -> None:
+        """Store blocks that may have dead rows; `living` tells which are not."""
+        for block in blocks:
+            alive = living(block.rows)
+            self._add(block, block.rows[alive], block.places[alive])
 
     def _numbers(self, columns: Sequence[str]) -> list[int]:
         return [self._number[name] for name in columns]

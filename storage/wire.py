@@ -207,6 +207,12 @@ class AskStatus(Message, tag="status"):
     table: str | None = None
 
 
+class Snapshot(Message, tag="snapshot"):
+    """Write all tables to a folder of the host that holds the queue; answered when they are on its disk."""
+
+    folder: str
+
+
 class Fail(Message, tag="fail"):
     """End every wait of every client with an error."""
 
@@ -243,7 +249,7 @@ class Unpin(Message, tag="unpin"):
 Request: TypeAlias = (
     Hello | Map | Grant | Unpin | CreateTable | OpenTable | AddColumns | DropTable | Put | Write | Read | Find
     | DeclareTask | OpenStream | Next | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Reset | Seal
-    | AskLedger | AskStatus | Fail | Bye | Cancel
+    | AskLedger | AskStatus | Snapshot | Fail | Bye | Cancel
 )  # fmt: skip
 
 
