@@ -85,10 +85,11 @@ def _cells(column: Column, bounds: Int64s) -> Column:
 
 
 def _jagged(tensor: "torch.Tensor") -> tuple[Spec, Column]:
-    if "jagged" not in str(tensor.layout) or tensor.lengths() is not None:
+    jagged: Any = tensor  # its methods are unknown to the type of a plain tensor
+    if "jagged" not in str(tensor.layout) or jagged.lengths() is not None:
         return _listed(list(tensor.unbind()))
     column = Column.infer(tensor.values())
-    bounds = tensor.offsets().cpu().numpy().astype(np.int64)
+    bounds = jagged.offsets().cpu().numpy().astype(np.int64)
     return _spec(column, "rows", column.values.shape[1:]), _cells(column, bounds)
 
 
