@@ -85,11 +85,11 @@ def _cells(column: Column, bounds: Int64s) -> Column:
 
 
 def _jagged(tensor: "torch.Tensor") -> tuple[Spec, Column]:
-    nested = cast("Any", tensor)  # torch does not declare what only nested tensors have
-    if "jagged" not in str(tensor.layout) or nested.lengths() is not None:
+    jagged: Any = tensor  # its methods are unknown to the type of a plain tensor
+    if "jagged" not in str(tensor.layout) or jagged.lengths() is not None:
         return _listed(list(tensor.unbind()))
     column = Column.infer(tensor.values())
-    bounds = nested.offsets().cpu().numpy().astype(np.int64)
+    bounds = jagged.offsets().cpu().numpy().astype(np.int64)
     return _spec(column, "rows", column.values.shape[1:]), _cells(column, bounds)
 
 
