@@ -341,7 +341,11 @@ class Player:
             self.table.seal()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example])
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
 @given(st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=2, unique=True), PLAYS, PLAYS)
 def test_a_restored_queue_gives_the_same_batches(
     tasks: list[str], before: list[tuple[str, int, int]], after: list[tuple[str, int, int]]
