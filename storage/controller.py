@@ -132,7 +132,8 @@ class Controller:
             case wire.Commit() | wire.Rewind() | wire.Reset() | wire.Seal():
                 return self._desk(request.table).handle(request, None)
             case wire.Snapshot():
-                return self._snapshot(ticket, request)
+                self._snapshot(ticket, request)
+                return None
             case _:
                 return self._administer(request)
 

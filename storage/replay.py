@@ -7,6 +7,7 @@ when it has been used up or grown too old; then it may retire.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -257,5 +258,6 @@ def _generator(state: tuple[bytes, bytes, int, int]) -> np.random.Generator:
     bits = np.random.PCG64(0)
     number, increment, has, half = state
     inner = {"state": int.from_bytes(number, "little"), "inc": int.from_bytes(increment, "little")}
-    bits.state = {"bit_generator": "PCG64", "state": inner, "has_uint32": has, "uinteger": half}
+    whole: Any = {"bit_generator": "PCG64", "state": inner, "has_uint32": has, "uinteger": half}
+    bits.state = whole
     return np.random.Generator(bits)

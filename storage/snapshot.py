@@ -16,8 +16,8 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -149,7 +149,7 @@ def _write_table(cut: TableCut, path: Path) -> File:
 class _Digested:
     """A file, what is written to it, and the digest of that."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BufferedWriter) -> None:
         self._file, self.size, self.digest = file, 0, xxhash.xxh3_64()
 
     def write(self, content: frames.Buffer) -> int:
@@ -179,7 +179,7 @@ def _write_manifest(manifest: Manifest, path: Path) -> None:
 
 
 @contextmanager
-def _created(path: Path) -> Iterator[BinaryIO]:
+def _created(path: Path) -> Iterator[BufferedWriter]:
     """Open a new file that only its owner may read; it is on the disk when this ends."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         yield file
@@ -228,9 +228,9 @@ def _manifest(path: Path) -> Manifest:
         manifest = msgspec.json.decode(body, type=Manifest)
     except ValueError as error:
         raise StorageError(f"{path} is no manifest of a snapshot: {error}") from error
-    for file in manifest.tables:
-        if not _OURS.fullmatch(file.name):
-            raise StorageError(f"{path} names {file.name!r}, which is no file of a snapshot")
+    for table in manifest.tables:
+        if not _OURS.fullmatch(table.name):
+            raise StorageError(f"{path} names {table.name!r}, which is no file of a snapshot")
     return manifest
 
 
@@ -258,13 +258,13 @@ def _store(path: Path, leases: Iterator[int]) -> Store:
         raise StorageError(f"{path} does not hold a table: {error}") from error
 
 
-def _read_table(file: BinaryIO) -> TableCut:
+def _read_table(file: BufferedReader) -> TableCut:
     end = file.seek(-_LENGTH, os.SEEK_END)
     length = int.from_bytes(file.read(_LENGTH), "little")
     if length > end:
         raise StorageError(f"an image of {length} bytes where {end} are left")
     file.seek(end - length)
-    held = image.decode(_exactly(file, length).data)
+    held = image.decode(_exactly(file, length).tobytes())
     file.seek(0)
     blocks = [_block(file, block) for block in held.blocks]
     puts = {
@@ -274,7 +274,7 @@ def _read_table(file: BinaryIO) -> TableCut:
     return TableCut(held.name, held.columns, held.max_rows, held.max_bytes, held.ledger, puts, blocks)
 
 
-def _block(file: BinaryIO, held: image.BlockImage) -> Block:
+def _block(file: BufferedReader, held: image.BlockImage) -> Block:
     # Each has memory of its own, so that it can go when its rows do.
     batch = frames.unpack(held.layout, [_exactly(file, size).data for size in held.frames])
     if len(held.rows) != len(held.places) or np.any((held.places < 0) | (held.places >= len(batch))):
@@ -284,7 +284,7 @@ def _block(file: BinaryIO, held: image.BlockImage) -> Block:
     return block
 
 
-def _exactly(file: BinaryIO, size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def _exactly(file: BufferedReader, size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     """Read so many bytes; a number that is larger than the rest of the file is refused before memory is taken."""
     left = os.fstat(file.fileno()).st_size - file.tell()
     if not 0 <= size <= left:
