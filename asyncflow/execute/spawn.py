@@ -75,7 +75,10 @@ def _settle(process: ForkServerProcess, started: "Future[None]") -> None:
 
 def _start(process: SpawnProcess | ForkServerProcess) -> None:
     with _HIDING, _hidden_main(), interrupts_blocked():
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError):  # the server ended while it loaded, with the run that had started it
+            process.start()
 
 
 @contextmanager

@@ -494,7 +494,7 @@ queue.snapshot(sys.argv[1])
 def test_a_save_that_is_cut_off_leaves_the_old_snapshot(folder: Path) -> None:
     with child(folder, CUT) as process:
         old = {path.name: path.read_bytes() for path in folder.iterdir()}
-        process.communicate("\n", timeout=60)
+        process.communicate("\n", timeout=300)
     assert process.returncode == -signal.SIGXFSZ
     assert {name: (folder / name).read_bytes() for name in old} == old
     assert len(list(folder.iterdir())) == len(old) + 1
@@ -517,7 +517,7 @@ queue.snapshot(sys.argv[1])
 
 def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_snapshot(folder: Path) -> None:
     with child(folder, KILLED) as process:
-        process.communicate("\n", timeout=60)
+        process.communicate("\n", timeout=300)
     assert process.returncode == -signal.SIGKILL
     with TransferQueue.restore(folder) as back:
         assert back.table("train").find().rows.tolist() in ([0], [0, 1, 2, 3, 4])
@@ -539,7 +539,7 @@ queue.close()
 def test_a_save_that_fails_leaves_the_old_snapshot_and_nothing_partial(folder: Path) -> None:
     with child(folder, FULL) as process:
         old = {path.name: path.read_bytes() for path in folder.iterdir()}
-        said, _ = process.communicate("\n", timeout=60)
+        said, _ = process.communicate("\n", timeout=300)
     assert said.count("no snapshot was written to") == 2
     assert said.endswith("[0, 1, 2, 3, 4]\n")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == old

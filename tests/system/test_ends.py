@@ -16,7 +16,7 @@ from asyncflow import Flow
 from asyncflow.errors import AsyncflowError, ReplicaFailed
 from tests.system.test_run import timeless
 
-pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
+pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
 
 
 def command(*arguments: object) -> subprocess.Popen[str]:
@@ -64,7 +64,7 @@ def engines() -> list[psutil.Process]:
     ]
 
 
-def nobody_left(process: subprocess.Popen[str], seconds: float = 10.0) -> bool:
+def nobody_left(process: subprocess.Popen[str], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while group(process) and time.monotonic() < deadline:
         time.sleep(0.05)

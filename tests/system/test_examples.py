@@ -8,7 +8,7 @@ import yaml
 
 from asyncflow import Flow
 
-pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
+pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SHORT = ("warmup.steps=2", "train.steps=2", "train.prompts_per_step=4", "executor.threads=1")

@@ -13,7 +13,7 @@ from asyncflow.checkpoint import progress
 from tests.system.test_ends import command, nobody_left
 from tests.system.test_run import timeless
 
-pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
+pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
 
 MOMENTS: dict[str, Callable[[Flow], bool]] = {
     "first evaluation": lambda flow: flow.phase == "evaluating before",
@@ -79,7 +79,7 @@ def test_a_killed_run_takes_its_replicas_with_it_and_goes_on_from_its_newest_che
     folder = tmp_path / "run"
     until(lambda: (folder / "checkpoints" / "step-000003").exists() or process.poll() is not None)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert nobody_left(process)
     assert not (folder / "summary.json").exists()
     with (folder / "metrics.jsonl").open("a") as file:

@@ -10,7 +10,7 @@ import yaml
 
 from asyncflow import Flow
 
-pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
+pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
 
 
 def timeless(folder: Path) -> list[dict[str, object]]:

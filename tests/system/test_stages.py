@@ -5,7 +5,7 @@ import pytest
 
 from asyncflow import Flow
 
-pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
+pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
 
 STAGE = """
 from asyncflow.stage import stage
