@@ -176,6 +176,8 @@ def _listen(connection: Connection, replicas: list[Replica]) -> None:
 
 
 def _limit_threads(count: int) -> None:
+    # There already, unless a program of the user's had started the fork server for itself.
+    import_module("asyncflow.execute.preload")
     import torch
 
     torch.set_num_threads(count)

@@ -49,6 +49,7 @@ def warm() -> None:
 
 def fork(target: Callable[..., None], args: tuple[object, ...], name: str, timeout: float) -> ForkServerProcess:
     """Start a daemon process as `spawn` does, once what `warm` loads is loaded; WaitTimeout if that takes too long."""
+    warm()  # whoever comes first decides what the server loads
     process = _FORKSERVER.Process(target=target, args=args, name=name, daemon=True)
     started: Future[None] = Future()
     threading.Thread(target=_settle, args=(process, started), name=f"start:{name}", daemon=True).start()
