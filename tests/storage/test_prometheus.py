@@ -8,7 +8,7 @@ NAME = re.compile(r'[a-z_]+(\{([a-z]+="(?:[^"\\\n]|\\[\\n"])*",?)+\})? [0-9.e+-]
 
 def status(table="train", task="learn", consumer="c"):
     waits = [Wait("2 rows", 1.5, 3, task, consumer, ["reward"]), Wait("2 rows", 4.0, 3, task, consumer)]
-    tables = {table: TableStatus(7, 9_000_000, {}, {task: TaskCounts(1, 2, 3, 4, 0.25)}, True, waits)}
+    tables = {table: TableStatus(7, 9_000_000, {}, {task: TaskCounts(1, 2, 3, 4, 0.25)}, True, waits=waits)}
     return QueueStatus(tables, 2, 1, None)
 
 
