@@ -329,9 +329,9 @@ class Conductor:
             )
 
     def _sinks(self) -> list[str]:
-        """Stages that only look at what is trained."""
-        found = self.plan.tables["train"].stages
-        return [stage.name for stage in found if stage.build and not stage.writes and not stage.durable]
+        """Stages that only look at what is trained, step by step; one that takes whole phases would wait for more."""
+        looking = (stage for stage in self.plan.tables["train"].stages if stage.build and not stage.writes)
+        return [stage.name for stage in looking if not stage.durable and not stage.take.whole]
 
     def _close(self) -> None:
         self.phase = "ending"
