@@ -50,7 +50,12 @@ class TransferQueue:
         if url.startswith(("ipc://", "tcp://")):
             from asyncflow.storage.remote import RemoteLink  # brings the sockets, which an embedded queue never needs
 
-            return cls(RemoteLink(url, timeout))
+            link = RemoteLink(url, timeout)
+            if not link.units:
+                return cls(link)
+            from asyncflow.storage.cluster import ClusterLink
+
+            return cls(ClusterLink(link, timeout))
         raise StorageError(f"{url!r} is no address of a queue: embedded://, ipc:///path or tcp://127.0.0.1:port")
 
     @classmethod

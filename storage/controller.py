@@ -19,6 +19,8 @@ from asyncflow.errors import LeaseLost, QueueClosed, QueueFailed, SchemaError, S
 from asyncflow.storage import snapshot, wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.desk import OK, Desk, Flow
+from asyncflow.storage.orders import Admit, AskUnits, Attach, Freed, Locate, Note, UnitList, Watch, Written
+from asyncflow.storage.placed import PlacedDesk, PlacedStore, Units
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import QueueStatus
 from asyncflow.storage.store import Limits, Store
@@ -32,8 +34,14 @@ log = logging.getLogger(__name__)
 class Controller:
     """Answers the requests of all sessions; safe to call from any thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, held: snapshot.Held | None = None) -> None:
-        """Begin with no tables, or with those that a snapshot held."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        held: snapshot.Held | None = None,
+        units: Units | None = None,
+    ) -> None:
+        """Begin with no tables, or with those that a snapshot held; with `units`, cells are held there."""
+        self.units = units
         self._clock = clock
         self._lock = threading.Lock()
         self._alarm = threading.Condition(self._lock)
@@ -67,8 +75,12 @@ class Controller:
         """End a session and give back its leases; attempts count if the client was lost."""
         with self._lock:
             self._sessions.discard(session)
+            unit = None if self.units is None else self.units.leave(session)
             for desk in self._desks.values():
                 desk.leave(session, lost)
+                if unit is not None and isinstance(desk, PlacedDesk):
+                    log.error("a storage unit has gone: rows of table %r that it held are lost", desk.store.name)
+                    desk.lose(unit)
             self._flows = {key: flow for key, flow in self._flows.items() if flow.session != session}
 
     def submit(self, session: int, request: wire.Request, batch: Batch | None, answer: Answer) -> Ticket:
@@ -105,6 +117,11 @@ class Controller:
         self._writer.shutdown()
 
     @property
+    def placed(self) -> bool:
+        """Whether cells are held by units."""
+        return self.units is not None
+
+    @property
     def closed(self) -> bool:
         """Whether the queue is over."""
         return self._closed
@@ -118,7 +135,7 @@ class Controller:
         if self._failed is not None and not isinstance(request, wire.AskStatus | wire.AskLedger | wire.Bye):
             raise QueueFailed(self._failed)
         match request:
-            case wire.Put():
+            case wire.Put() | Admit():
                 return self._desk(request.table).put(ticket, request)
             case wire.Next():
                 flow = self._flow(request.stream)
@@ -127,6 +144,10 @@ class Controller:
                 return self._stream(request, ticket.session)
             case wire.Done() | wire.Release() | wire.Extend() | wire.Drop() | wire.Write():
                 return self._under_lease(request, ticket.batch)
+            case Attach() | Freed() | Written() | AskUnits():
+                return self._placed(ticket, request)
+            case Locate() | Watch() | Note():
+                return self._desk(request.table).handle(request, None)
             case wire.Read() | wire.DeclareTask() | wire.AddColumns():
                 return self._desk(request.table).handle(request, None)
             case wire.Commit() | wire.Rewind() | wire.Reset() | wire.Seal():
@@ -136,6 +157,24 @@ class Controller:
                 return None
             case _:
                 return self._administer(request)
+
+    def _placed(self, ticket: Ticket, request: Attach | Freed | Written | AskUnits) -> Outcome | None:
+        """Answer what only a queue with storage units is asked."""
+        if self.units is None:
+            raise StorageError("this queue has no storage units: it holds all cells itself")
+        match request:
+            case Attach(url):
+                self.units.attach(ticket.session, url, ticket.answer)
+                for desk in self._desks.values():
+                    if isinstance(desk, PlacedDesk):
+                        self.units.tell(self.units.number(ticket.session), desk.store.shape)
+                return None
+            case AskUnits():
+                return UnitList(self.units.urls, self.units.best()), None
+        desk = self._desk(request.table)
+        if not isinstance(desk, PlacedDesk):
+            raise StorageError(f"table {request.table!r} has no storage units")
+        return desk.freed(request, ticket.session) if isinstance(request, Freed) else desk.written(ticket, request)
 
     def _under_lease(
         self, request: wire.Done | wire.Release | wire.Extend | wire.Drop | wire.Write, batch: Batch | None
@@ -168,12 +207,18 @@ class Controller:
     def _create(self, request: wire.CreateTable) -> Outcome:
         schema, limits = Schema(request.columns), Limits(request.max_rows, request.max_bytes)
         if request.table not in self._desks:
-            store = Store(request.table, schema, limits, self._bases.get(request.table, 0), self._leases)
-            self._desks[request.table] = Desk(store, self._clock, self._rouse)
+            self._desks[request.table] = self._made(request.table, schema, limits)
         store = self._desks[request.table].store
         if (store.schema, store.limits) != (schema, limits):
             raise SchemaError(f"table {request.table!r} exists with {store.schema} and {store.limits}")
         return wire.TableInfo(schema.columns), None
+
+    def _made(self, table: str, schema: Schema, limits: Limits) -> Desk:
+        base = self._bases.get(table, 0)
+        if self.units is None:
+            return Desk(Store(table, schema, limits, base, self._leases), self._clock, self._rouse)
+        store = PlacedStore(table, schema, limits, base, self._leases, self.units)
+        return PlacedDesk(store, self._clock, self._rouse, self.units)
 
     def _drop(self, table: str) -> None:
         desk = self._desk(table)
@@ -205,6 +250,8 @@ class Controller:
         folder = Path(request.folder)
         if not folder.is_absolute():
             raise StorageError(f"a snapshot needs the whole path of its folder, not {request.folder!r}")
+        if self.units is not None:
+            raise StorageError("a queue with storage units takes no snapshot yet")
         self._expire()
         tables = [desk.store.cut() for desk in self._desks.values()]
         cut = snapshot.Cut(tables, dict(self._bases), next(self._leases))
@@ -270,7 +317,7 @@ class Controller:
         if isinstance(ticket.request, wire.Next):
             flow = self._flow(ticket.request.stream)
             return flow.desk.rows_awaited(flow)
-        if isinstance(ticket.request, wire.Put) and ticket.intake is not None:
+        if isinstance(ticket.request, wire.Put | Admit) and ticket.intake is not None:
             return self._desk(ticket.request.table).room_awaited(ticket.intake)
         if isinstance(ticket.request, wire.Snapshot):
             return f"the snapshot in {ticket.request.folder} is still being written, and goes on without its asker"

@@ -14,12 +14,14 @@ from msgspec.structs import replace
 from asyncflow.errors import QueueClosed, SchemaError, StorageError
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch
-from asyncflow.storage.ledger import listed
+from asyncflow.storage.intake import Arrival, Intake
+from asyncflow.storage.ledger import Grant, listed
+from asyncflow.storage.orders import Admit
 from asyncflow.storage.sampler import BLOCKED, LEASED, READY, Wish
 from asyncflow.storage.schema import IDENTITY, Schema
 from asyncflow.storage.spec import TaskSpec
 from asyncflow.storage.status import TableStatus, Wait
-from asyncflow.storage.store import Intake, Store
+from asyncflow.storage.store import Store
 from asyncflow.storage.ticket import Outcome, Ticket
 
 T = TypeVar("T")
@@ -85,10 +87,10 @@ class Desk:
         self.advance()
         return OK
 
-    def put(self, ticket: Ticket, request: wire.Put) -> Outcome | None:
+    def put(self, ticket: Ticket, request: wire.Put | Admit) -> Outcome | None:
         """Admit rows, or let the put wait for room."""
         if ticket.intake is None:
-            ticket.intake = self.store.intake(needed(ticket.batch), request.repeat, request.put_id)
+            ticket.intake = self._arrive(ticket, request)
             ticket.batch = None
         if self.store.ledger.sealed:
             raise QueueClosed(f"table {self.store.name!r} is sealed: it takes no new rows")
@@ -97,10 +99,18 @@ class Desk:
         if self._puts or not self.store.fits(ticket.intake):
             self._puts.append(ticket)
             return None
-        rows = self.store.admit(ticket.intake)
-        ticket.settle((wire.Rows(wire.pack(rows)), None))
+        ticket.settle((self._admit(ticket), None))
         self.advance()
         return None
+
+    def _arrive(self, ticket: Ticket, request: wire.Put | Admit) -> Arrival:
+        if isinstance(request, Admit):
+            raise SchemaError(f"the cells of table {self.store.name!r} are held here: put them here")
+        return self.store.intake(needed(ticket.batch), request.repeat, request.put_id)
+
+    def _admit(self, ticket: Ticket) -> wire.Reply:
+        assert isinstance(ticket.intake, Intake)
+        return wire.Rows(wire.pack(self.store.admit(ticket.intake)))
 
     def next(self, ticket: Ticket, flow: Flow) -> Outcome | None:
         """Hand out the next batch of a stream, or let it wait for one."""
@@ -199,11 +209,13 @@ class Desk:
             return (wire.End(), None) if ledger.exhausted(flow.task, flow.id, flow.wish) else None
         self._rouse(ledger.next_expiry())
         columns = dict.fromkeys((*ledger.task(flow.task).spec.reads, *IDENTITY))
-        cells = self.store.find(grant.rows, tuple(columns))
         leased = wire.Leased(grant.id, wire.pack(grant.rows), grant.attempt)
         if grant.part is not None:
             leased.step, leased.part, leased.parts = grant.part.step, grant.part.number, grant.part.count
-        return leased, cells
+        return self._leased(leased, grant, list(columns))
+
+    def _leased(self, leased: wire.Leased, grant: Grant, columns: list[str]) -> Outcome:
+        return leased, self.store.find(grant.rows, columns)
 
     def advance(self) -> None:
         """Free what went, let waiting puts in, and hand out what became ready, the oldest request first."""
@@ -212,7 +224,7 @@ class Desk:
         self._puts = [ticket for ticket in self._puts if ticket.open]
         while self._puts and self.store.fits(needed(self._puts[0].intake)):
             ticket = self._puts.pop(0)
-            ticket.settle((wire.Rows(wire.pack(self.store.admit(needed(ticket.intake)))), None))
+            ticket.settle((self._admit(ticket), None))
             self.store.sweep()
         for ticket, flow in self._nexts:
             if ticket.open:
@@ -292,7 +304,7 @@ class Desk:
         who = f" (consumer {flow.consumer!r})" if flow.consumer else ""
         return f"table {self.store.name!r}, task {task.name!r}{who}: waited for {flow.wanted}; {counts}{lacking}"
 
-    def room_awaited(self, intake: Intake) -> str:
+    def room_awaited(self, intake: Arrival) -> str:
         """Say what room a put waited for."""
         status, limits = self.status(), self.store.limits
         tasks = "; ".join(

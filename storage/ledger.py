@@ -10,7 +10,7 @@ a table without tasks stays. Leases are fenced: what comes under an id that is o
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -313,6 +313,11 @@ class Ledger:
         if grant is None or grant.expires <= now:
             raise LeaseLost(f"lease {lease} has expired, was given back, or is done")
         return grant
+
+    @property
+    def leases(self) -> Container[int]:
+        """The ids of the leases that are not over."""
+        return self._grants.keys()
 
     def oldest_lease(self, name: str) -> float | None:
         """Return when the oldest lease of a task was given."""

@@ -75,6 +75,21 @@ class Pending:
         return outcome[0], gathered(outcome[1])
 
 
+class Heard(Pending):
+    """A request whose answer is heard by a function, in the order in which answers come, by whoever brings it."""
+
+    __slots__ = ("_hear", "lasting")
+
+    def __init__(self, peer: str, hear: "Callable[[Outcome], None]", *, lasting: bool = False) -> None:
+        """A `lasting` one is answered again and again, until the error that ends it."""
+        super().__init__(peer)
+        self._hear, self.lasting = hear, lasting
+
+    def complete(self, outcome: Outcome) -> None:
+        """Pass the answer on."""
+        self._hear(outcome)
+
+
 class Link(Protocol):
     """A way to the controller, shared by many threads."""
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
@@ -19,9 +20,10 @@ from asyncflow.storage.address import check_port
 from asyncflow.storage.arena import Slab, Window, Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.frames import MAX_FRAME
-from asyncflow.storage.link import GRACE, Pending
+from asyncflow.storage.link import GRACE, Heard, Pending
 from asyncflow.storage.memory import ClientMemory
 from asyncflow.storage.server import HEARTBEAT_MS, LINGER_MS, MAX_GRANT, SILENCE_MS
+from asyncflow.storage.ticket import Outcome
 
 
 class RemoteLink:
@@ -30,7 +32,7 @@ class RemoteLink:
     def __init__(self, url: str, timeout: float) -> None:
         check_port(url, any_port=False)
         self.url = url
-        self._peer = f"the queue at {url}"
+        self.peer = f"the queue at {url}"
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._outbox: deque[list[wire.Buffer]] = deque()
@@ -38,6 +40,8 @@ class RemoteLink:
         self._window: Window | None = None
         self._writer = Writer(self._grant)
         self._unused: deque[int] = deque()
+        self.units = False
+        """Whether the cells are held by units."""
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._wake = os.eventfd(0)
@@ -68,15 +72,29 @@ class RemoteLink:
         except StorageError:
             self._stop(QueueClosed("the connection was closed"))
             raise
+        self.units = isinstance(welcome, wire.Welcome) and welcome.units
         if isinstance(welcome, wire.Welcome) and welcome.arena is not None and Window.visible(welcome.arena):
             self._window = Window(welcome.arena)
             self._post(wire.encode_call(next(self._numbers), wire.Map(), None))
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
         """Queue a request for the socket's thread."""
+        return self._send(Pending(self.peer), request, batch)
+
+    def ask(
+        self,
+        request: wire.Request,
+        hear: Callable[[Outcome], None],
+        batch: Batch | None = None,
+        *,
+        lasting: bool = False,
+    ) -> Pending:
+        """Queue a request whose answer is heard in the socket's thread, in the order in which answers come."""
+        return self._send(Heard(self.peer, hear, lasting=lasting), request, batch)
+
+    def _send(self, pending: Pending, request: wire.Request, batch: Batch | None) -> Pending:
         if os.getpid() != self._process:
-            raise StorageError(f"{self._peer} was opened by the process that this one was forked from: open it here")
-        pending = Pending(self._peer)
+            raise StorageError(f"{self.peer} was opened by the process that this one was forked from: open it here")
         number, window = next(self._numbers), self._window
         if window is not None and (counts := window.unpinned()):
             self._post(wire.encode_call(next(self._numbers), wire.Unpin(counts), None))
@@ -84,11 +102,13 @@ class RemoteLink:
         frames = wire.encode_call(number, request, batch, memory)
         pending.cancel = lambda: self._post(wire.encode_call(next(self._numbers), wire.Cancel(number), None))
         with self._lock:
-            if self._ended is not None:
-                pending.complete(self._ended)
-                return pending
-            self._pending[number] = pending
-        self._post(frames)
+            ended = self._ended
+            if ended is None:
+                self._pending[number] = pending
+        if ended is None:
+            self._post(frames)
+        else:
+            pending.complete(ended)
         return pending
 
     def _post(self, frames: list[wire.Buffer]) -> None:
@@ -124,6 +144,11 @@ class RemoteLink:
             if segment is not None:
                 self._unused.append(segment)
 
+    @property
+    def ended(self) -> StorageError | None:
+        """Why the connection is over, if it is."""
+        return self._ended
+
     def serve(self, url: str) -> str:
         """Refuse: only the process that holds a queue can serve it."""
         raise StorageError(f"{self.url} is served by another process: only the one that holds a queue can serve it")
@@ -157,7 +182,7 @@ class RemoteLink:
             while self._ended is None and self._socket.poll(0):
                 self._receive()
             if self._events in ready and recv_monitor_message(self._events)["event"] == zmq.EVENT_DISCONNECTED:
-                self._end(QueueClosed(f"{self._peer} is gone: the connection broke"))
+                self._end(QueueClosed(f"{self.peer} is gone: the connection broke"))
         self._free()
 
     def _receive(self) -> None:
@@ -166,10 +191,12 @@ class RemoteLink:
             memory = None if self._window is None else ClientMemory(self._window, self._writer)
             answer, batch = wire.decode_answer([part.buffer for part in parts], memory)
         except WireError as error:
-            self._end(WireError(f"{self._peer} sent what is no answer: {error}"))
+            self._end(WireError(f"{self.peer} sent what is no answer: {error}"))
             return
         with self._lock:
-            pending = self._pending.pop(answer.call, None)
+            pending = self._pending.get(answer.call)
+            if not (isinstance(pending, Heard) and pending.lasting):
+                self._pending.pop(answer.call, None)
         if pending is not None:
             body = answer.body
             pending.complete(wire.raised(body) if isinstance(body, wire.Failure) else (body, batch))
@@ -180,7 +207,7 @@ class RemoteLink:
 
     def _free(self) -> None:
         with self._lock:
-            self._ended = self._ended or QueueClosed(f"{self._peer} cannot be reached")
+            self._ended = self._ended or QueueClosed(f"{self.peer} cannot be reached")
             os.close(self._wake)
             pending, self._pending = self._pending, {}
         for each in pending.values():

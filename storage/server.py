@@ -15,6 +15,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -25,10 +26,9 @@ from asyncflow.storage import wire
 from asyncflow.storage.address import check_port
 from asyncflow.storage.arena import Arena, Writer
 from asyncflow.storage.batch import Batch
-from asyncflow.storage.controller import Controller
 from asyncflow.storage.frames import MAX_FRAME
 from asyncflow.storage.memory import OwnerMemory
-from asyncflow.storage.ticket import Outcome, Ticket, gathered
+from asyncflow.storage.ticket import Answer, Outcome, Ticket, gathered
 from asyncflow.storage.unit import Cells
 
 log = logging.getLogger(__name__)
@@ -52,10 +52,30 @@ class Peer:
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
 
-class Server:
-    """Serves a controller at one address until it is closed."""
+class Served(Protocol):
+    """What answers the requests: a controller, or a storage unit; safe to call from any thread."""
 
-    def __init__(self, controller: Controller, url: str, arena: Arena, writer: Writer) -> None:
+    @property
+    def placed(self) -> bool:
+        """Whether cells are held by units."""
+
+    def join(self) -> int:
+        """Open a session for a client."""
+
+    def leave(self, session: int, lost: bool) -> None:
+        """End a session."""
+
+    def submit(self, session: int, request: wire.Request, batch: Batch | None, answer: Answer) -> Ticket:
+        """Answer a request now, or park it."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End the wait of a request with an error, if it has not been answered."""
+
+
+class Server:
+    """Serves a controller or a unit at one address until it is closed."""
+
+    def __init__(self, controller: Served, url: str, arena: Arena, writer: Writer) -> None:
         self._controller, self._arena, self._writer = controller, arena, writer
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -202,7 +222,8 @@ class Server:
         # One that has died before its first message was read must not stay as a client for ever.
         if descriptor in self._connected and name not in self._peers:
             self._peers[name] = Peer(self._controller.join(), descriptor)
-        self._reply(name, call.call, (wire.Welcome(self._arena.name if self._arena.shared else None), None))
+        welcome = wire.Welcome(self._arena.name if self._arena.shared else None, self._controller.placed)
+        self._reply(name, call.call, (welcome, None))
 
     def _reply(self, name: bytes, number: int, outcome: Outcome) -> None:
         """Queue an answer; called from any thread, also under the controller's lock."""

@@ -5,24 +5,26 @@ fits now is a question (`fits`), and who waits for it is the controller's busine
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
-from asyncflow.errors import CapacityExceeded, CellConflict, ColumnMissing, SchemaError
+from asyncflow.errors import CapacityExceeded, CellConflict, ColumnMissing
 from asyncflow.storage.batch import Batch, Column
-from asyncflow.storage.frames import MAX_ROWS
 from asyncflow.storage.image import LedgerImage
+from asyncflow.storage.intake import Arrival, Intake, check_write, taken
 from asyncflow.storage.ledger import Ledger, listed
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.spec import TaskSpec
 from asyncflow.storage.status import Counts, TableStatus, TaskCounts
-from asyncflow.storage.unit import Block, Cells, Unit
+from asyncflow.storage.unit import Block, Cells, Unit, parts
 from asyncflow.types import Int64s
 
 # A put that is sent again is recognised among this many before it.
 _REMEMBERED_PUTS = 8192
-_MAX_GROUP = 1 << 62
+
+A = TypeVar("A", bound=Arrival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +33,6 @@ class Limits:
 
     rows: int | None = None
     bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Intake:
-    """A checked put: cells that all rows of a group share, and cells of the rows of a group by position."""
-
-    id: bytes
-    shared: Batch
-    own: Batch
-    repeat: int
-
-    @property
-    def rows(self) -> int:
-        """Rows to admit."""
-        return len(self.shared) * self.repeat
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the put adds."""
-        return self.shared.nbytes + 8 * len(self.shared) + self.own.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +60,11 @@ class Store:
         self._unit = Unit(schema.columns, base)
         self._puts: dict[bytes, Int64s] = {}
 
+    @property
+    def held(self) -> int:
+        """Bytes of the cells."""
+        return self._unit.nbytes
+
     @classmethod
     def of(cls, cut: TableCut, leases: Iterator[int]) -> "Store":
         """Return the table of a cut, with no lease: what was leased is ready again."""
@@ -97,21 +84,10 @@ class Store:
 
     def intake(self, batch: Batch, repeat: int, put_id: bytes) -> Intake:
         """Check a put against schema and limits, and fill in its identity columns."""
-        self.schema.check(batch.dtypes)
-        if "group_id" in batch:  # in shared memory a client could change it after it was checked
-            batch = batch.with_columns({"group_id": batch["group_id"].copy()})
-        if repeat < 1:
-            raise SchemaError(f"repeat is at least 1, not {repeat}")
-        assigned = {"rollout_id", "segment"} & set(batch.names)
-        if repeat > 1 and assigned:
-            raise SchemaError(f"with repeat the queue assigns {', '.join(sorted(assigned))}")
-        if "group_id" in batch and np.any(batch["group_id"].array >= _MAX_GROUP):
-            raise SchemaError(f"group ids are below {_MAX_GROUP}")
-        if "group_id" in batch and repeat > 1 and len(np.unique(batch["group_id"].array)) != len(batch):
-            raise SchemaError("with repeat each row of the batch is a group of its own: a group_id stands twice")
-        if len(batch) * repeat > MAX_ROWS:
-            raise CapacityExceeded(f"{len(batch)} rows {repeat} times; one put has at most {MAX_ROWS} rows")
-        intake = _intake(batch, repeat, put_id)
+        return self.bounded(taken(self.schema, batch, repeat, put_id))
+
+    def bounded(self, intake: A) -> A:
+        """Refuse a put that would not fit into an empty table."""
         if _over(intake.rows, self.limits.rows) or _over(intake.nbytes, self.limits.bytes):
             raise CapacityExceeded(
                 f"table {self.name!r} holds at most {self.limits.rows} rows and {self.limits.bytes} bytes; "
@@ -119,37 +95,32 @@ class Store:
             )
         return intake
 
-    def fits(self, intake: Intake) -> bool:
+    def fits(self, intake: Arrival) -> bool:
         """Whether there is room for a put now; one that was admitted before always fits."""
         return intake.id in self._puts or not (
             _over(self.ledger.live + intake.rows, self.limits.rows)
-            or _over(self._unit.nbytes + intake.nbytes, self.limits.bytes)
+            or _over(self.held + intake.nbytes, self.limits.bytes)
         )
 
     def admit(self, intake: Intake) -> Int64s:
         """Admit the rows of a put and return their ids; the same put again only returns them."""
         if intake.id in self._puts:
             return self._puts[intake.id]
-        count, repeat = len(intake.shared), intake.repeat
         shared = intake.shared
         if "group_id" not in shared:
             fresh = self.ledger.groups.unused
-            shared = shared.with_columns({"group_id": np.arange(fresh, fresh + count)})
-        groups: Int64s = np.repeat(shared["group_id"].array, repeat)
-        written = self.schema.mask([*shared.names, *intake.own.names])
-        rows = np.arange(self.ledger.stop, self.ledger.stop + len(groups))
+            intake = replace(intake, shared=shared.with_columns({"group_id": np.arange(fresh, fresh + len(shared))}))
+        rows = np.arange(self.ledger.stop, self.ledger.stop + intake.rows)
         self._unit.admit(len(rows))
         self.ledger.traits.grow(len(rows))
-        self._place(rows, shared, np.repeat(np.arange(count), repeat))
-        self._place(rows, intake.own, np.tile(np.arange(repeat), count))
+        for batch, places in intake.parts:
+            self._unit.put(rows, batch, places)
+            self.ledger.traits.note(rows, batch, places)
         # The last thing: what is ready may be chosen at once, by its traits.
-        self.ledger.admit(len(groups), groups, written)
+        groups: Int64s = np.repeat(intake.shared["group_id"].array, intake.repeat)
+        self.ledger.admit(len(rows), groups, self.schema.mask([*intake.shared.names, *intake.own.names]))
         self._remember(intake.id, rows)
         return rows
-
-    def _place(self, rows: Int64s, batch: Batch, places: Int64s) -> None:
-        self._unit.put(rows, batch, places)
-        self.ledger.traits.note(rows, batch, places)
 
     def _remember(self, put_id: bytes, rows: Int64s) -> None:
         self._puts[put_id] = rows
@@ -158,18 +129,14 @@ class Store:
 
     def write(self, rows: Int64s, batch: Batch) -> None:
         """Add cells to living rows; a cell that is written already must be given the same value."""
-        self.schema.check(batch.dtypes)
-        if len(batch) != len(rows):
-            raise SchemaError(f"{len(batch)} values for {len(rows)} rows")
-        if len(np.unique(rows)) != len(rows):
-            raise SchemaError("a row is named twice in one write")
+        check_write(self.schema, rows, batch)
         self.ledger.require(rows)
-        parts = [self._fresh(rows, batch, name) for name in batch.names]
-        if all(len(fresh) == len(rows) for fresh in parts):
-            self._unit.put(rows, batch)
-        else:
-            for name, fresh in zip(batch.names, parts, strict=True):
-                self._unit.put(rows[fresh], batch.select([name]).take(fresh).copy())
+        try:
+            fresh = self._unit.fresh(rows, batch)
+        except CellConflict as conflict:
+            raise CellConflict(f"table {self.name!r}: {conflict}") from None
+        for part in parts(rows, batch, fresh):
+            self._unit.put(*part)
         self.ledger.traits.note(rows, batch)
         self.ledger.write(rows, self.schema.mask(batch.names))
 
@@ -197,21 +164,6 @@ class Store:
         rows = every[self.ledger.alive(every)]
         found: Int64s = rows[self.ledger.written(rows) & self.schema.mask([column]) != 0]
         return found
-
-    def _fresh(self, rows: Int64s, batch: Batch, name: str) -> Int64s:
-        """Return the places where a column is not written yet, after comparing those where it is."""
-        has = self.ledger.written(rows) & self.schema.mask([name]) != 0
-        old = np.flatnonzero(has)
-        if len(old):
-            self._compare(rows[old], name, batch[name].take(old))
-        return np.flatnonzero(~has)
-
-    def _compare(self, rows: Int64s, name: str, given: Column) -> None:
-        held = self._unit.gather(rows, [name])[name]
-        if not held.equals(given):
-            pairs = enumerate(rows.tolist())
-            row = next(row for i, row in pairs if not held.slice(i, i + 1).equals(given.slice(i, i + 1)))
-            raise CellConflict(f"table {self.name!r}: row {row} has another value of {name!r}; cells never change")
 
     def find(self, rows: Int64s, columns: "tuple[str, ...] | list[str]") -> Cells | Batch:
         """Find cells of living rows in the order of the request; nothing is consumed, nor copied yet."""
@@ -256,7 +208,7 @@ class Store:
             tasks[name] = TaskCounts(ready, leased, task.done, blocked)
         return TableStatus(
             ledger.live,
-            self._unit.nbytes,
+            self.held,
             self.schema.columns,
             tasks,
             ledger.sealed,
@@ -269,18 +221,3 @@ class Store:
 
 def _over(amount: int, limit: int | None) -> bool:
     return limit is not None and amount > limit
-
-
-def _intake(batch: Batch, repeat: int, put_id: bytes) -> Intake:
-    count = len(batch)
-    shared = batch
-    if "source" not in shared:
-        shared = shared.with_columns({"source": _blank(count)})
-    if "prompt_id" not in shared:
-        shared = shared.with_columns({"prompt_id": np.full(count, -1)})
-    own = {"rollout_id": np.arange(repeat), "segment": np.zeros(repeat, np.int64)}
-    return Intake(put_id, shared, Batch({name: data for name, data in own.items() if name not in batch}), repeat)
-
-
-def _blank(count: int) -> Column:
-    return Column.ragged(np.empty(0, np.uint8), np.zeros(count + 1, np.int64), "string")

@@ -6,15 +6,22 @@ controller's lock, so that a large batch delays nobody else.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from asyncflow.errors import StorageError
 from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch
-from asyncflow.storage.store import Intake
-from asyncflow.storage.unit import Cells
+from asyncflow.storage.intake import Arrival
 
-Outcome: TypeAlias = tuple[wire.Reply, Batch | Cells | None] | StorageError
+
+class Found(Protocol):
+    """Cells that are known by where they lie."""
+
+    def gather(self) -> Batch:
+        """Return them as a batch."""
+
+
+Outcome: TypeAlias = tuple[wire.Reply, Batch | Found | None] | StorageError
 Answer: TypeAlias = Callable[[Outcome], None]
 
 
@@ -26,7 +33,7 @@ class Ticket:
     request: wire.Request
     answer: Answer
     batch: Batch | None = None
-    intake: Intake | None = None
+    intake: Arrival | None = None
     open: bool = True
     since: float = 0.0
     """When it was asked, by the controller's clock."""
@@ -46,6 +53,6 @@ def _over(outcome: Outcome) -> None:
     """Stand in for the answer of a request that was answered."""
 
 
-def gathered(content: Batch | Cells | None) -> Batch | None:
+def gathered(content: Batch | Found | None) -> Batch | None:
     """Return the batch of an answer; this is where its cells are copied, if they are."""
-    return content.gather() if isinstance(content, Cells) else content
+    return content if content is None or isinstance(content, Batch) else content.gather()

@@ -21,6 +21,20 @@ class Traits:
     def __init__(self, base: int = 0) -> None:
         self._kept: dict[Trait, Rolling[np.float64]] = {}
         self._base = self._stop = base
+        self.unknown: dict[Trait, Int64s] = {}
+        """Rows that had the column before the trait was watched, where cells lie elsewhere and are yet to be asked."""
+
+    @property
+    def watched(self) -> tuple[Trait, ...]:
+        """What is kept."""
+        return tuple(self._kept)
+
+    def set(self, trait: Trait, rows: Int64s, values: Float64s) -> None:
+        """Take what somebody else has measured; what is not kept is left."""
+        if len(values) != len(rows):
+            raise SchemaError(f"{len(values)} values of {trait} for {len(rows)} rows")
+        if trait in self._kept:
+            self._kept[trait].put(rows, values)
 
     def image(self) -> list[TraitImage]:
         """Return what is kept as it stands."""
@@ -52,7 +66,7 @@ class Traits:
         """Take what is kept from the cells of rows, row i at place i of the batch unless told otherwise."""
         for trait, column in self._kept.items():
             if trait[1] in batch:
-                values = _measure(trait, batch[trait[1]])
+                values = measure(trait, batch[trait[1]])
                 column.put(rows, values if places is None else values[places])
 
     def forget(self, row: int) -> None:
@@ -86,7 +100,8 @@ def _check(trait: Trait, kind: DType) -> None:
         raise SchemaError(f"column {column!r} is {kind.name}, which cannot tell the {what} of a row")
 
 
-def _measure(trait: Trait, column: Column) -> Float64s:
+def measure(trait: Trait, column: Column) -> Float64s:
+    """Return the trait of each cell."""
     if trait[0] == "tokens" and column.offsets is not None:
         return column.lengths.astype(np.float64)
     if trait[0] == "version":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from asyncflow.errors import CellConflict
 from asyncflow.storage.batch import Batch, Column
 from asyncflow.storage.column import Pick
 from asyncflow.storage.rolling import Rolling
@@ -99,11 +100,33 @@ class Unit:
         """Make room in the index for new rows."""
         self._index.grow(count)
 
+    def reach(self, stop: int) -> None:
+        """Make room in the index for all rows below `stop`."""
+        self._index.grow(max(0, stop - self._index.stop))
+
+    def knows(self, rows: Int64s) -> bool:
+        """Whether the index has room for rows."""
+        return bool(np.all((rows >= self._index.base) & (rows < self._index.stop)))
+
     def put(self, rows: Int64s, batch: Batch, places: Int64s | None = None) -> None:
         """Store a batch for distinct rows, row i at place i unless told otherwise; the memory becomes the unit's."""
         if len(rows) == 0 or not batch.names:
             return
         self._store(Block(batch, rows, np.arange(len(rows)) if places is None else places))
+
+    def fresh(self, rows: Int64s, batch: Batch) -> list[Int64s]:
+        """Return for each column the places of the rows that have no cell yet; one with another value is refused."""
+        return [self._lacking(rows, name, batch[name]) for name in batch.names]
+
+    def _lacking(self, rows: Int64s, name: str, given: Column) -> Int64s:
+        has = self._index.at(rows)[:, self._number[name]] != 0
+        old = np.flatnonzero(has)
+        if len(old):
+            held = self.gather(rows[old], [name])[name]
+            if not held.equals(given.take(old)):
+                row = next(rows[i] for n, i in enumerate(old.tolist()) if not _same(held, n, given, i))
+                raise CellConflict(f"row {row} has another value of {name!r}; cells never change")
+        return np.flatnonzero(~has)
 
     def _store(self, block: Block) -> None:
         self._add(block, block.rows, block.places)
@@ -201,6 +224,18 @@ def _distinct(keys: Int64s) -> list[int]:
     """Return the distinct keys; most cells lie in one block, or follow those of the same."""
     found: list[int] = np.unique(keys[np.append(True, keys[1:] != keys[:-1])]).tolist()
     return found
+
+
+def parts(rows: Int64s, batch: Batch, fresh: Sequence[Int64s]) -> list[tuple[Int64s, Batch]]:
+    """Return what is to be stored of a batch, and for which rows: of each column the places that `fresh` names."""
+    if all(len(places) == len(rows) for places in fresh):
+        return [(rows, batch)]
+    named = zip(batch.names, fresh, strict=True)
+    return [(rows[places], batch.select([name]).take(places).copy()) for name, places in named if len(places)]
+
+
+def _same(one: Column, at: int, other: Column, place: int) -> bool:
+    return one.slice(at, at + 1).equals(other.slice(place, place + 1))
 
 
 def _share(block: Block) -> float:

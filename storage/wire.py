@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 
 from asyncflow import errors
-from asyncflow.storage import frames
+from asyncflow.storage import frames, orders
 from asyncflow.storage.batch import Batch
+from asyncflow.storage.message import Message
 from asyncflow.storage.spec import PLAIN, Choice
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s
@@ -22,10 +23,6 @@ PROTOCOL = 2
 MAX_HEADER = 64 << 20
 
 Buffer: TypeAlias = bytes | memoryview
-
-
-class Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
-    """Base of all messages."""
 
 
 class Hello(Message, tag="hello"):
@@ -249,7 +246,7 @@ class Unpin(Message, tag="unpin"):
 Request: TypeAlias = (
     Hello | Map | Grant | Unpin | CreateTable | OpenTable | AddColumns | DropTable | Put | Write | Read | Find
     | DeclareTask | OpenStream | Next | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Reset | Seal
-    | AskLedger | AskStatus | Snapshot | Fail | Bye | Cancel
+    | AskLedger | AskStatus | Snapshot | Fail | Bye | Cancel | orders.Question
 )  # fmt: skip
 
 
@@ -261,6 +258,8 @@ class Welcome(Message, tag="welcome"):
     """Answer to `hello`; the arena can be mapped by processes of the same host and user."""
 
     arena: str | None = None
+    units: bool = False
+    """Whether cells are held by units: puts and writes go there."""
 
 
 class Granted(Message, tag="granted"):
@@ -276,9 +275,10 @@ class TableInfo(Message, tag="table"):
 
 
 class Rows(Message, tag="rows"):
-    """Row ids of a put."""
+    """Row ids of a put; the next one best goes to `unit`, if there are units."""
 
     rows: bytes
+    unit: int = 0
 
 
 class Found(Message, tag="found"):
@@ -304,6 +304,8 @@ class Leased(Message, tag="leased", omit_defaults=True):
     step: int = 0
     part: int = 0
     parts: int = 1
+    places: orders.Places | None = None
+    """Where the cells are, held under the number of the lease; None if they come with this."""
 
 
 class End(Message, tag="end"):
@@ -332,6 +334,7 @@ class Failure(Message, tag="failure"):
 
 Reply: TypeAlias = (
     Ok | Welcome | Granted | TableInfo | Rows | Found | Opened | Leased | End | Ledgered | Status | Failure
+    | orders.Reply
 )  # fmt: skip
 
 

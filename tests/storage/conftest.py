@@ -8,6 +8,10 @@ import pytest
 
 from asyncflow.storage import Schema, TransferQueue
 from asyncflow.storage.client import Table
+from asyncflow.storage.controller import Controller
+from asyncflow.storage.depot import Depot
+from asyncflow.storage.link import EmbeddedLink
+from asyncflow.storage.placed import Units
 
 COLUMNS = {"tokens": "list<int64>", "text": "string", "score": "float32", "blob": "bytes"}
 
@@ -17,23 +21,25 @@ def address(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/queue"
 
 
-@pytest.fixture(params=["embedded", "ipc", "tcp"])
+@pytest.fixture(params=["embedded", "ipc", "tcp", "units"])
 def clients(request: pytest.FixtureRequest, address: str) -> Iterator[Callable[[], TransferQueue]]:
     """Opens clients of one queue; embedded, they are all the queue itself."""
-    host = TransferQueue.open("embedded://")
-    opened = [host]
-    url = {"ipc": address, "tcp": "tcp://127.0.0.1:*"}.get(request.param)
+    units = request.param == "units"
+    host = TransferQueue(EmbeddedLink(Controller(units=Units() if units else None)))
+    opened: list[TransferQueue | Depot] = [host]
+    url = {"ipc": address, "tcp": "tcp://127.0.0.1:*", "units": address}.get(request.param)
     served = host.serve(url) if url else ""
+    opened += [Depot(served, f"{address}.{number}", 30) for number in range(2 * units)]
 
     def client() -> TransferQueue:
         if not served:
             return host
-        opened.append(TransferQueue.open(served, timeout=30))
-        return opened[-1]
+        opened.append(queue := TransferQueue.open(served, timeout=30))
+        return queue
 
     yield client
-    for queue in reversed(opened):
-        queue.close()
+    for each in reversed(opened):
+        each.close()
 
 
 @pytest.fixture

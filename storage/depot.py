@@ -1,0 +1,338 @@
+"""A storage unit: holds cells for a controller that is elsewhere, and serves them to clients.
+
+It asks the controller to admit the rows of each put, and keeps a put until it is told their ids. Answers and orders
+of the controller come one after another in one thread, so what they say is done in the order in which it was decided.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from asyncflow.errors import LeaseLost, QueueClosed, SchemaError, StorageError
+from asyncflow.storage import wire
+from asyncflow.storage.arena import Arena
+from asyncflow.storage.batch import Batch
+from asyncflow.storage.intake import Intake, check_write, taken
+from asyncflow.storage.link import Pending
+from asyncflow.storage.orders import (
+    Admit,
+    Admitted,
+    Attach,
+    Close,
+    Fetch,
+    Free,
+    Freed,
+    Hold,
+    Lacking,
+    Measured,
+    Order,
+    Orders,
+    Shape,
+    Stage,
+    Stale,
+    Unhold,
+    Written,
+)  # fmt: skip
+from asyncflow.storage.remote import RemoteLink
+from asyncflow.storage.schema import Schema
+from asyncflow.storage.server import Server
+from asyncflow.storage.spec import Trait
+from asyncflow.storage.ticket import Answer, Outcome, Ticket
+from asyncflow.storage.traits import measure
+from asyncflow.storage.unit import Cells, Unit, parts
+from asyncflow.types import Int64s
+
+log = logging.getLogger(__name__)
+
+Then: TypeAlias = Callable[[wire.Reply], None]
+
+
+class Shelf:
+    """The cells of one table that the unit has."""
+
+    def __init__(self, columns: dict[str, str], base: int) -> None:
+        self.schema = Schema(columns)
+        self.unit = Unit(self.schema.columns, base)
+
+    def shape(self, columns: dict[str, str]) -> None:
+        """Have these columns, which only grow in number."""
+        more = [name for name in columns if name not in self.schema.columns]
+        if more:
+            self.schema = Schema(columns)
+            self.unit.widen(more)
+
+    def fresh(self, rows: Int64s, batch: Batch) -> list[Int64s]:
+        """Return for each column the places of the rows without a cell; a CellConflict if one has another value."""
+        if not self.unit.knows(rows):  # the controller will tell what is wrong with them
+            return [np.arange(len(rows))] * len(batch.names)
+        return self.unit.fresh(rows, batch)
+
+
+class Depot:
+    """A storage unit: what its server and its controller ask of it."""
+
+    placed = False
+
+    def __init__(self, controller: str, url: str, timeout: float) -> None:
+        """Join the queue at `controller`, and serve clients at `url`."""
+        self._lock = threading.RLock()
+        self._shelves: dict[str, Shelf] = {}
+        self._holds: dict[int, Cells] = {}
+        self._fetches: dict[int, Ticket] = {}
+        self._announced = 0
+        self._asked: dict[Ticket, Pending] = {}
+        self._sessions = 0
+        self._joined = threading.Event()
+        self.over = threading.Event()
+        """Set when the controller is gone."""
+        self._failure: StorageError | None = None
+        self._upstream = RemoteLink(controller, timeout)
+        self._arena = Arena()
+        try:
+            with suppress(OSError):  # without shared memory everything crosses the socket
+                self._arena.share()
+            self._server = Server(self, url, self._arena, self._arena.writer(self.join()))
+        except StorageError:
+            self._upstream.close()
+            self._arena.close()
+            raise
+        self.url = self._server.url
+        self._upstream.ask(Attach(self.url), self._hear, lasting=True)
+        if not self._joined.wait(timeout) or self._failure is not None:
+            failure = self._failure or StorageError(f"the queue at {controller} did not take in the unit {self.url}")
+            self.close()
+            raise failure
+
+    def close(self) -> None:
+        """Leave; the cells are lost. Idempotent."""
+        self._upstream.close()
+        self._server.close()
+        with self._lock:
+            self._shelves.clear()
+            self._holds.clear()
+        self._arena.close()
+
+    # What the server asks
+
+    def join(self) -> int:
+        """Open a session."""
+        with self._lock:
+            self._sessions += 1
+            return self._sessions
+
+    def leave(self, session: int, lost: bool) -> None:
+        """End a session: what it waits for is taken back."""
+        with self._lock:
+            self._fetches = {hold: each for hold, each in self._fetches.items() if each.session != session}
+            asked = [pending for ticket, pending in self._asked.items() if ticket.session == session]
+        for pending in asked:
+            pending.cancel()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End the wait of a request: what the controller waits for is ended there."""
+        with self._lock:
+            pending = self._asked.get(ticket)
+            if pending is None:
+                self._fetches = {hold: each for hold, each in self._fetches.items() if each is not ticket}
+                ticket.settle(LeaseLost("the controller did not tell this unit of what is fetched"))
+        if pending is not None:
+            pending.cancel()
+
+    def submit(self, session: int, request: wire.Request, batch: Batch | None, answer: Answer) -> Ticket:
+        """Answer a request now, or park it; the batch becomes the unit's."""
+        ticket = Ticket(session, request, answer, batch)
+        with self._lock:
+            try:
+                self._handle(ticket, request)
+            except SchemaError:
+                # The client may have heard of a table or column before this unit: the controller's answer comes after.
+                table = getattr(request, "table", "")
+                self._ask(ticket, wire.OpenTable(table), lambda _: self._handle(ticket, request))
+            except StorageError as error:
+                ticket.settle(error)
+        return ticket
+
+    def _handle(self, ticket: Ticket, request: wire.Request) -> None:
+        if self._failure is not None:
+            raise self._failure
+        match request:
+            case wire.Put():
+                shelf, batch = self._shelf(request.table), _given(ticket.batch)
+                intake = taken(shelf.schema, batch, request.repeat, request.put_id)
+                self._admit(ticket, request.table, intake)
+            case Stage():
+                rows, batch = wire.unpack(request.rows), _given(ticket.batch)
+                check_write(self._shelf(request.table).schema, rows, batch)
+                self._write(ticket, request, rows, batch)
+            case Fetch():
+                self._fetch(ticket, request.hold)
+            case _:
+                raise StorageError(f"a storage unit does not answer {type(request).__name__}: ask the controller")
+
+    def _shelf(self, table: str) -> Shelf:
+        if table not in self._shelves:
+            raise SchemaError(f"no table {table!r}")
+        return self._shelves[table]
+
+    # What this asks the controller
+
+    def _ask(self, ticket: Ticket, request: wire.Request, then: Then) -> None:
+        self._asked[ticket] = self._upstream.ask(request, partial(self._answered, ticket, then))
+
+    def _answered(self, ticket: Ticket, then: Then, outcome: Outcome) -> None:
+        with self._lock:
+            self._asked.pop(ticket, None)
+            try:
+                if isinstance(outcome, StorageError):
+                    raise outcome
+                then(outcome[0])
+            except StorageError as error:
+                ticket.settle(error)
+            except Exception as error:
+                # A border: what fails for one client must not end the thread that hears for all.
+                log.exception("an answer of the controller could not be followed")
+                ticket.settle(StorageError(f"{type(error).__name__}: {error}"))
+
+    def _admit(self, ticket: Ticket, table: str, intake: Intake, traits: "list[Trait] | None" = None) -> None:
+        shared = intake.shared
+        groups = wire.pack(shared["group_id"].array) if "group_id" in shared else None
+        size = shared.nbytes + (8 * len(shared) if groups is None else 0) + intake.own.nbytes
+        columns = dict.fromkeys([*shared.names, *intake.own.names, "group_id"])
+        measured = tuple(_measured(trait, intake) for trait in traits or ())
+        request = Admit(table, intake.id, len(shared), size, list(columns), groups, intake.repeat, measured)
+        self._ask(ticket, request, partial(self._admitted, ticket, table, intake))
+
+    def _admitted(self, ticket: Ticket, table: str, intake: Intake, reply: wire.Reply) -> None:
+        match reply:
+            case Lacking():
+                self._admit(ticket, table, intake, reply.traits)
+            case Admitted():
+                if not reply.known:
+                    self._keep(table, intake, wire.unpack(reply.rows), wire.unpack(reply.groups))
+                ticket.settle((wire.Rows(reply.rows, reply.unit), None))
+
+    def _keep(self, table: str, intake: Intake, rows: Int64s, groups: Int64s) -> None:
+        unit = self._shelf(table).unit
+        unit.reach(int(rows.max(initial=-1)) + 1)
+        for batch, places in intake.parts:
+            # Both have it where the put did not name groups: the shared one is the first.
+            named = batch is intake.shared and "group_id" not in batch
+            unit.put(rows, batch.with_columns({"group_id": groups}) if named else batch, places)
+
+    def _write(
+        self, ticket: Ticket, request: Stage, rows: Int64s, batch: Batch, traits: "list[Trait] | None" = None
+    ) -> None:
+        shelf = self._shelf(request.table)
+        fresh = shelf.fresh(rows, batch)
+        bits = np.zeros(len(rows), np.uint64)
+        for name, places in zip(batch.names, fresh, strict=True):
+            bits[places] |= shelf.schema.mask([name])
+        new = parts(rows, batch, fresh)
+        measured = tuple(Measured(trait, _packed(measure(trait, batch[trait[1]]))) for trait in traits or ())
+        size = sum(part.nbytes for _, part in new)
+        asked = Written(
+            request.table, request.rows, batch.names, wire.pack(bits.view(np.int64)), request.write_id, request.parts,
+            size, request.lease, measured,
+        )  # fmt: skip
+        self._ask(ticket, asked, partial(self._written, ticket, request, rows, batch, new))
+
+    def _written(
+        self,
+        ticket: Ticket,
+        request: Stage,
+        rows: Int64s,
+        batch: Batch,
+        new: list[tuple[Int64s, Batch]],
+        reply: wire.Reply,
+    ) -> None:
+        match reply:
+            case Lacking():
+                self._write(ticket, request, rows, batch, reply.traits)
+            case Stale():
+                self._write(ticket, request, rows, batch)
+            case _:
+                for part in new:
+                    self._shelf(request.table).unit.put(*part)
+                ticket.settle((wire.Ok(), None))
+
+    def _fetch(self, ticket: Ticket, hold: int) -> None:
+        if hold in self._holds:
+            ticket.settle((wire.Ok(), self._holds.pop(hold)))
+        elif hold <= self._announced:
+            raise LeaseLost(f"what lease {hold} holds was let go before it was fetched")
+        else:
+            self._fetches[hold] = ticket
+
+    # What the controller orders
+
+    def _hear(self, outcome: Outcome) -> None:
+        with self._lock:
+            if isinstance(outcome, StorageError):
+                self._fail(outcome)
+            elif isinstance(outcome[0], Orders):
+                for order in outcome[0].orders:
+                    try:
+                        self._obey(order)
+                    except Exception:
+                        log.exception("an order of the controller could not be followed: %s", type(order).__name__)
+            self._joined.set()
+
+    def _fail(self, error: StorageError) -> None:
+        self._failure = error
+        for ticket in self._fetches.values():
+            ticket.settle(QueueClosed(*error.args))
+        self._fetches.clear()
+        self.over.set()
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Shape():
+                if order.table not in self._shelves:
+                    self._shelves[order.table] = Shelf(order.columns, order.base)
+                self._shelves[order.table].shape(order.columns)
+            case Close():
+                self._shelves.pop(order.table, None)
+            case Hold():
+                self._hold(order)
+            case Unhold():
+                for hold in order.holds:
+                    self._holds.pop(hold, None)
+            case Free():
+                unit = self._shelf(order.table).unit
+                before = unit.nbytes
+                unit.free(wire.unpack(order.rows))
+                unit.forget(order.base)
+                if unit.nbytes != before:
+                    self._upstream.send(Freed(order.table, before - unit.nbytes))
+
+    def _hold(self, order: Hold) -> None:
+        cells = self._shelf(order.table).unit.locate(wire.unpack(order.rows), order.columns)
+        self._announced = max(self._announced, order.hold)
+        waiting = self._fetches.pop(order.hold, None)
+        if waiting is not None and waiting.open:
+            waiting.settle((wire.Ok(), cells))
+        else:
+            self._holds[order.hold] = cells
+
+
+def _given(batch: Batch | None) -> Batch:
+    if batch is None:
+        raise SchemaError("the request needs a batch")
+    return batch
+
+
+def _measured(trait: Trait, intake: Intake) -> Measured:
+    """Return a trait of every row of a put."""
+    for batch, places in intake.parts:
+        if trait[1] in batch:
+            return Measured(trait, _packed(measure(trait, batch[trait[1]])[places]))
+    raise SchemaError(f"the put has no column {trait[1]!r}")
+
+
+def _packed(values: "np.typing.NDArray[np.float64]") -> bytes:
+    return values.astype("<f8", copy=False).tobytes()

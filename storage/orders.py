@@ -1,0 +1,213 @@
+"""Messages that make one queue of several storage units: who holds which row, and what a unit is to do.
+
+A put goes to a unit, which keeps the cells and asks the controller to admit their rows (`Admit`). To read, a client
+asks the controller, which tells the units concerned to hold those cells (`Hold`) and the client where they are
+(`Places`); the client fetches them there (`Fetch`). What the controller tells a unit reaches it in order, answers
+and orders alike: cells that are held were stored before, and are freed only afterwards.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from asyncflow.storage.message import Message
+from asyncflow.storage.spec import Trait
+
+
+class Measured(msgspec.Struct, forbid_unknown_fields=True):
+    """A number about each row of a message that samplers choose by, packed as float64."""
+
+    trait: Trait
+    values: bytes
+
+
+class Places(msgspec.Struct, forbid_unknown_fields=True):
+    """The units that hold some rows, and for each row, as uint8, which of them; nothing if there is only one."""
+
+    units: list[int]
+    at: bytes = b""
+
+
+# What a unit asks the controller
+
+
+class Attach(Message, tag="attach"):
+    """First message of a unit, which serves clients at `url`; answered by orders for as long as it lives."""
+
+    url: str
+
+
+class Admit(Message, tag="admit"):
+    """Admit rows whose cells the unit has; waits for room."""
+
+    table: str
+    put_id: bytes
+    rows: int
+    size: int
+    """Bytes of the cells."""
+    columns: list[str]
+    groups: bytes | None = None
+    """Group of each row; without it each `repeat` rows are a new group."""
+    repeat: int = 1
+    traits: tuple[Measured, ...] = ()
+
+
+class Written(Message, tag="written"):
+    """The unit has cells for some rows of a write, which becomes visible once all its parts are there."""
+
+    table: str
+    rows: bytes
+    columns: list[str]
+    fresh: bytes
+    """Presence bits of each row, as uint64: the columns that the unit does not have yet."""
+    write_id: bytes
+    parts: int
+    size: int
+    """Bytes of the cells."""
+    lease: int | None = None
+    traits: tuple[Measured, ...] = ()
+
+
+class Freed(Message, tag="freed"):
+    """The unit has freed so many bytes of a table. Not answered."""
+
+    table: str
+    size: int
+    """Bytes of the cells."""
+
+
+# What a client asks the controller
+
+
+class AskUnits(Message, tag="units"):
+    """Ask where the units are."""
+
+
+class Locate(Message, tag="locate"):
+    """Ask which units hold some rows."""
+
+    table: str
+    rows: bytes
+
+
+class Watch(Message, tag="watch"):
+    """Have a trait kept from now on; answered by the rows of which it is not known."""
+
+    table: str
+    trait: Trait
+
+
+class Note(Message, tag="note"):
+    """Tell a trait of rows that were written before it was watched."""
+
+    table: str
+    rows: bytes
+    told: Measured
+
+
+# What a client asks a unit
+
+
+class Fetch(Message, tag="fetch"):
+    """Ask for cells that the controller has told the unit to hold."""
+
+    hold: int
+
+
+class Stage(Message, tag="stage"):
+    """Add the cells of the batch to rows of the unit: one of the parts of a write."""
+
+    table: str
+    rows: bytes
+    write_id: bytes
+    parts: int
+    lease: int | None = None
+
+
+# Answers
+
+
+class Admitted(Message, tag="admitted"):
+    """Row and group ids of a put; `known` is one that was admitted before. The next one best goes to `unit`."""
+
+    rows: bytes
+    groups: bytes
+    known: bool
+    unit: int
+
+
+class Lacking(Message, tag="lacking"):
+    """Nothing was done: ask again, with these traits too."""
+
+    traits: list[Trait]
+
+
+class Stale(Message, tag="stale"):
+    """Nothing was done: some cells are written meanwhile. Compare, and ask again."""
+
+
+class UnitList(Message, tag="unit_list"):
+    """The address of each unit, and the one that the next put best goes to."""
+
+    units: dict[int, str]
+    next: int
+
+
+class Placed(Message, tag="placed"):
+    """Where the cells are that were asked for, and under which number they are held there."""
+
+    hold: int
+    places: Places
+
+
+# Orders
+
+
+class Hold(Message, tag="hold"):
+    """Keep cells until a client fetches them, also if their rows go."""
+
+    hold: int
+    table: str
+    rows: bytes
+    columns: list[str]
+
+
+class Unhold(Message, tag="unhold"):
+    """Nobody will fetch these any more."""
+
+    holds: list[int]
+
+
+class Free(Message, tag="free"):
+    """Rows have gone; every row below `base` has."""
+
+    table: str
+    rows: bytes
+    base: int
+
+
+class Shape(Message, tag="shape"):
+    """A table has these columns; one that is new begins with row `base`."""
+
+    table: str
+    columns: dict[str, str]
+    base: int
+
+
+class Close(Message, tag="close"):
+    """A table was dropped."""
+
+    table: str
+
+
+Order: TypeAlias = Hold | Unhold | Free | Shape | Close
+
+
+class Orders(Message, tag="orders"):
+    """What a unit is to do, in order."""
+
+    orders: list[Order]
+
+
+Question: TypeAlias = Attach | Admit | Written | Freed | AskUnits | Locate | Watch | Note | Fetch | Stage
+Reply: TypeAlias = Admitted | Lacking | Stale | UnitList | Placed | Orders

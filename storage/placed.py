@@ -1,0 +1,446 @@
+"""A table whose cells are held by storage units: which unit has which row, and what the units are told.
+
+The ledger is here and the cells are there. A row lives whole on one unit. Orders to a unit go the way of the
+answers to it, in order, so a unit has stored what it is told to hold, and frees nothing before it holds it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncflow.errors import ColumnMissing, SchemaError, StorageError
+from asyncflow.storage import wire
+from asyncflow.storage.batch import Batch
+from asyncflow.storage.desk import OK, Desk
+from asyncflow.storage.intake import check_groups
+from asyncflow.storage.ledger import Grant, listed
+from asyncflow.storage.orders import (
+    Admit,
+    Admitted,
+    Close,
+    Free,
+    Freed,
+    Hold,
+    Lacking,
+    Locate,
+    Measured,
+    Note,
+    Order,
+    Orders,
+    Placed,
+    Places,
+    Shape,
+    Stale,
+    Unhold,
+    Watch,
+    Written,
+)  # fmt: skip
+from asyncflow.storage.rolling import Rolling
+from asyncflow.storage.schema import Schema
+from asyncflow.storage.spec import TaskSpec, Trait
+from asyncflow.storage.store import Limits, Store
+from asyncflow.storage.ticket import Answer, Outcome, Ticket
+from asyncflow.types import Int64s
+
+LOST = "unit_lost"
+"""Why rows are dropped whose unit has died."""
+
+# Readings that nobody has fetched are let go after so many later ones of the same table.
+_READINGS = 4096
+
+
+@dataclass(slots=True)
+class Post:
+    """A unit, as the controller knows it."""
+
+    session: int
+    url: str
+    tell: Callable[..., None]
+    size: int = 0
+    """Bytes of the cells that it holds."""
+
+
+class Units:
+    """The storage units of one controller."""
+
+    def __init__(self) -> None:
+        self._posts: dict[int, Post] = {}
+        self._turn = 0
+
+    @property
+    def urls(self) -> dict[int, str]:
+        """Where each unit serves."""
+        return {number: post.url for number, post in self._posts.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the cells that each unit holds, by its address."""
+        return {post.url: post.size for post in self._posts.values()}
+
+    def attach(self, session: int, url: str, answer: Answer) -> None:
+        """Take in the unit of a session."""
+        number = next((each for each in range(1, 256) if each not in self._posts), None)
+        if number is None or any(post.session == session for post in self._posts.values()):
+            raise StorageError(f"unit {url} cannot join: a queue has at most 255 units, and a unit joins once")
+        post = self._posts[number] = Post(session, url, lambda *orders: answer((Orders(list(orders)), None)))
+        post.tell()
+
+    def leave(self, session: int) -> int | None:
+        """Hear that a session has ended; return the number of the unit that it was, if it was one."""
+        for number, post in self._posts.items():
+            if post.session == session:
+                del self._posts[number]
+                return number
+        return None
+
+    def number(self, session: int) -> int:
+        """Return the number of the unit that a session is."""
+        for number, post in self._posts.items():
+            if post.session == session:
+                return number
+        raise StorageError("only a storage unit may say this")
+
+    def tell(self, number: int, order: Order) -> None:
+        """Give an order to a unit, if it lives."""
+        if number in self._posts:
+            self._posts[number].tell(order)
+
+    def broadcast(self, order: Order) -> None:
+        """Give an order to all units."""
+        for post in self._posts.values():
+            post.tell(order)
+
+    def grew(self, number: int, size: int) -> None:
+        """Hear that a unit holds more, or less."""
+        if number in self._posts:
+            self._posts[number].size += size
+
+    def best(self) -> int:
+        """Return the unit that a put best goes to: of those that hold least, each in turn."""
+        if not self._posts:
+            return 0
+        self._turn += 1
+        least = min(post.size for post in self._posts.values())
+        lightest = [number for number, post in self._posts.items() if post.size == least]
+        return lightest[self._turn % len(lightest)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A put whose cells a unit has."""
+
+    request: Admit
+    unit: int
+    groups: Int64s | None
+
+    @property
+    def id(self) -> bytes:
+        """Name of the put."""
+        return self.request.put_id
+
+    @property
+    def rows(self) -> int:
+        """Rows to admit."""
+        return self.request.rows * self.request.repeat
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the put adds."""
+        return self.request.size
+
+
+class Placement:
+    """Which unit has which row; stands where a store has its own unit."""
+
+    def __init__(self, table: str, units: Units, base: int) -> None:
+        self._table, self._units = table, units
+        self._unit = Rolling(np.uint8, base=base)
+        self.sizes: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the units hold of this table."""
+        return sum(self.sizes.values())
+
+    def admit(self, rows: Int64s, unit: int, size: int) -> None:
+        """Note where new rows are."""
+        self._unit.grow(len(rows))
+        self._unit.put(rows, unit)
+        self.grew(unit, size)
+
+    def grew(self, unit: int, size: int) -> None:
+        """Hear that a unit holds more of this table, or less."""
+        self.sizes[unit] = self.sizes.get(unit, 0) + size
+        self._units.grew(unit, size)
+
+    def at(self, rows: Int64s) -> Int64s:
+        """Return the unit of each row."""
+        return self._unit.at(rows).astype(np.int64)
+
+    def free(self, rows: Int64s, base: int) -> None:
+        """Tell the units that rows have gone."""
+        at = self.at(rows)
+        for unit in np.unique(at).tolist():
+            self._units.tell(unit, Free(self._table, wire.pack(rows[at == unit]), base))
+        self._unit.forget(base)
+
+    def on(self, unit: int) -> Int64s:
+        """Return the rows that a unit has or had."""
+        return self._unit.base + np.flatnonzero(self._unit.span(self._unit.base, self._unit.stop) == unit)
+
+
+class PlacedStore(Store):
+    """The ledger of one table whose cells lie elsewhere."""
+
+    def __init__(
+        self,
+        name: str,
+        schema: Schema,
+        limits: Limits,
+        base: int,
+        leases: Iterator[int],
+        units: Units,
+    ) -> None:
+        super().__init__(name, schema, limits, base, leases)
+        self.placement = Placement(name, units, base)
+        self._units, self._leases = units, leases
+        self._readings: deque[int] = deque()
+        units.broadcast(self.shape)
+
+    @property
+    def shape(self) -> Shape:
+        """What a unit must know of the table."""
+        return Shape(self.name, self.schema.columns, self.ledger.base)
+
+    @property
+    def held(self) -> int:
+        """Bytes that the units hold."""
+        return self.placement.nbytes
+
+    def arrival(self, request: Admit, unit: int) -> Arriving:
+        """Check what a unit says of a put."""
+        self.schema.mask(request.columns)
+        groups = None if request.groups is None else wire.unpack(request.groups)
+        count = request.rows if groups is None else len(groups)
+        if request.rows < 0 or request.repeat < 1 or request.size < 0 or count != request.rows:
+            raise SchemaError(f"a put of {request.rows} rows, {request.repeat} times, {request.size} bytes")
+        if groups is not None:
+            check_groups(groups, request.repeat)
+        return self.bounded(Arriving(request, unit, groups))
+
+    def take_in(self, arrival: Arriving) -> Admitted | Lacking:
+        """Admit the rows of a put; the same put again only returns them."""
+        request = arrival.request
+        best = self._units.best()
+        if arrival.id in self._puts:
+            rows = self._puts[arrival.id]
+            return Admitted(wire.pack(rows), b"", True, best)
+        lacking = self._unknown(request.columns, request.traits)
+        if lacking:
+            return Lacking(lacking)
+        groups = arrival.groups
+        if groups is None:
+            groups = np.arange(self.ledger.groups.unused, self.ledger.groups.unused + request.rows)
+        rows = np.arange(self.ledger.stop, self.ledger.stop + arrival.rows)
+        self.placement.admit(rows, arrival.unit, arrival.nbytes)
+        self.ledger.traits.grow(len(rows))
+        self._note(rows, request.traits)
+        self.ledger.admit(len(rows), np.repeat(groups, request.repeat), self.schema.mask(request.columns))
+        self._remember(arrival.id, rows)
+        return Admitted(wire.pack(rows), wire.pack(groups), False, best)
+
+    def _unknown(self, columns: list[str], told: tuple[Measured, ...]) -> list[Trait]:
+        known = {each.trait for each in told}
+        return [trait for trait in self.ledger.traits.watched if trait[1] in columns and trait not in known]
+
+    def _note(self, rows: Int64s, traits: tuple[Measured, ...]) -> None:
+        for each in traits:
+            self.ledger.traits.set(each.trait, rows, np.frombuffer(each.values, "<f8"))
+
+    def stale(self, part: Written, rows: Int64s, unit: int) -> Stale | Lacking | None:
+        """Check a part of a write; return why it must be asked again."""
+        self.ledger.require(rows)
+        fresh = wire.unpack(part.fresh).view(np.uint64)
+        if len(fresh) != len(rows) or part.size < 0 or np.any(self.placement.at(rows) != unit):
+            raise StorageError(f"table {self.name!r}: rows of a write are not on the unit that they were sent to")
+        lacking = self._unknown(part.columns, part.traits)
+        if lacking:
+            return Lacking(lacking)
+        return Stale() if np.any(self.ledger.written(rows) & fresh) else None
+
+    def enter(self, part: Written, rows: Int64s, unit: int) -> None:
+        """Make a part of a write visible."""
+        self.placement.grew(unit, part.size)
+        self._note(rows, part.traits)
+        self.ledger.write(rows, self.schema.mask(part.columns))
+
+    def watch(self, trait: Trait) -> Int64s:
+        """Keep a trait from now on, and return the rows of which it is not known."""
+        traits = self.ledger.traits
+        if traits.watch(trait, self.schema.dtype(trait[1])):
+            traits.unknown[trait] = self._having(trait[1])
+        unknown = traits.unknown.get(trait, np.empty(0, np.int64))
+        return unknown[self.ledger.alive(unknown)]
+
+    def note(self, rows: Int64s, told: Measured) -> None:
+        """Hear a trait of rows that were written before it was watched."""
+        values, living = np.frombuffer(told.values, "<f8"), self.ledger.alive(rows)
+        traits = self.ledger.traits
+        traits.set(told.trait, rows[living], values[living])
+        if told.trait in traits.unknown:
+            traits.unknown[told.trait] = np.setdiff1d(traits.unknown[told.trait], rows)
+
+    def declare(self, name: str, spec: TaskSpec) -> None:
+        """Add a task; what it chooses by must be known of all rows."""
+        if name not in self.ledger.tasks and any(len(self.watch(trait)) for trait in spec.choice.traits):
+            raise SchemaError(f"task {name!r}: what it chooses by is not known of all rows: watch it first")
+        super().declare(name, spec)
+
+    def widen(self, columns: Mapping[str, str]) -> None:
+        """Add columns."""
+        super().widen(columns)
+        self._units.broadcast(self.shape)
+
+    def hold(self, hold: int, rows: Int64s, columns: list[str]) -> Places:
+        """Have the units keep cells of living rows until they are fetched."""
+        at = self.placement.at(rows)
+        units, index = np.unique(at, return_inverse=True)
+        for unit in units.tolist():
+            self._units.tell(unit, Hold(hold, self.name, wire.pack(rows[at == unit]), columns))
+        return Places(units.tolist(), index.astype(np.uint8).tobytes() if len(units) > 1 else b"")
+
+    def reading(self, rows: Int64s, columns: list[str]) -> Placed:
+        """Have cells held that are read without a lease."""
+        need = self.schema.mask(columns)
+        self.ledger.require(rows)
+        lacking = self.ledger.written(rows) & need != need
+        if lacking.any():
+            missing = self.missing(rows[lacking], need)
+            raise ColumnMissing(f"table {self.name!r}: {', '.join(missing)} not written for {listed(rows[lacking])}")
+        number = next(self._leases)
+        self._readings.append(number)
+        if len(self._readings) > _READINGS:
+            self._units.broadcast(Unhold([self._readings.popleft()]))
+        return Placed(number, self.hold(number, rows, columns))
+
+    def sweep(self) -> None:
+        """Have the cells of rows freed that have gone since the last call."""
+        rows = self.ledger.freed()
+        if len(rows):
+            self.placement.free(rows, self.ledger.base)
+
+    def lose(self, unit: int) -> None:
+        """Drop the rows of a unit that has died."""
+        self.ledger.drop(self.placement.on(unit), LOST)
+        self.placement.sizes.pop(unit, None)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The parts of one write that have come so far."""
+
+    tickets: list[tuple[Ticket, Written, Int64s, int]] = field(default_factory=list)
+
+
+class PlacedDesk(Desk):
+    """Answers the requests about one table whose cells are on units."""
+
+    store: PlacedStore
+
+    def __init__(
+        self, store: PlacedStore, clock: Callable[[], float], rouse: Callable[[float | None], None], units: Units
+    ) -> None:
+        super().__init__(store, clock, rouse)
+        self._units = units
+        self._writes: dict[bytes, _Parts] = {}
+        self._held: set[int] = set()
+
+    def handle(self, request: wire.Request, batch: Batch | None) -> Outcome:
+        """Answer a request that never waits."""
+        match request:
+            case wire.Read() if request.rows:
+                return self.store.reading(wire.unpack(request.rows), list(request.columns)), None
+            case Locate():
+                rows = wire.unpack(request.rows)
+                self.store.ledger.require(rows)
+                units, index = np.unique(self.store.placement.at(rows), return_inverse=True)
+                at = index.astype(np.uint8).tobytes() if len(units) > 1 else b""
+                return Placed(0, Places(units.tolist(), at)), None
+            case Watch():
+                return wire.Rows(wire.pack(self.store.watch(request.trait))), None
+            case Note():
+                self.store.note(wire.unpack(request.rows), request.told)
+                return OK
+            case wire.Write():
+                raise StorageError(f"table {self.store.name!r} has storage units: cells are written there")
+        return super().handle(request, batch)
+
+    def freed(self, request: Freed, session: int) -> Outcome:
+        """Hear that a unit has freed memory, for which puts may wait."""
+        self.store.placement.grew(self._units.number(session), -request.size)
+        self.advance()
+        return OK
+
+    def written(self, ticket: Ticket, part: Written) -> Outcome | None:
+        """Take one part of a write; the last one makes all of them visible."""
+        unit, rows = self._units.number(ticket.session), wire.unpack(part.rows)
+        parts = self._writes.setdefault(part.write_id, _Parts())
+        parts.tickets = [each for each in parts.tickets if each[0].open]
+        parts.tickets.append((ticket, part, rows, unit))
+        if len(parts.tickets) < part.parts:
+            return None
+        del self._writes[part.write_id]
+        try:
+            self._enter(parts, part.lease)
+        except StorageError as error:
+            for each, *_ in parts.tickets:
+                each.settle(type(error)(*error.args))
+        return None
+
+    def _enter(self, parts: _Parts, lease: int | None) -> None:
+        if lease is not None:
+            self.store.ledger.covers(lease, np.concatenate([rows for _, _, rows, _ in parts.tickets]), self._clock())
+        again = [self.store.stale(part, rows, unit) for _, part, rows, unit in parts.tickets]
+        if any(again):
+            for (ticket, *_), reply in zip(parts.tickets, again, strict=True):
+                ticket.settle((reply or Stale(), None))
+            return
+        for ticket, part, rows, unit in parts.tickets:
+            self.store.enter(part, rows, unit)
+            ticket.settle(OK)
+        self.advance()
+
+    def _arrive(self, ticket: Ticket, request: wire.Put | Admit) -> Arriving:
+        if isinstance(request, wire.Put):
+            raise StorageError(f"table {self.store.name!r} has storage units: rows are put there")
+        return self.store.arrival(request, self._units.number(ticket.session))
+
+    def _admit(self, ticket: Ticket) -> wire.Reply:
+        assert isinstance(ticket.intake, Arriving)
+        return self.store.take_in(ticket.intake)
+
+    def _leased(self, leased: wire.Leased, grant: Grant, columns: list[str]) -> Outcome:
+        leased.places = self.store.hold(grant.id, grant.rows, columns)
+        self._held.add(grant.id)
+        return leased, None
+
+    def advance(self) -> None:
+        """Go on as any table does, and let go what is held for leases that are over."""
+        super().advance()
+        over = [lease for lease in self._held if lease not in self.store.ledger.leases]
+        if over:
+            self._held.difference_update(over)
+            self._units.broadcast(Unhold(over))
+
+    def lose(self, unit: int) -> None:
+        """Hear that a unit has died."""
+        self.store.lose(unit)
+        self.advance()
+
+    def close(self, error: Callable[[], StorageError]) -> None:
+        """End the table, on the units too."""
+        name = self.store.name
+        super().close(error)
+        self._units.broadcast(Close(name))
