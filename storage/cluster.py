@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from asyncflow.errors import LeaseLost, QueueClosed, RowGone, StorageError, WaitTimeout, WireError
+from asyncflow.errors import LeaseLost, QueueClosed, RowGone, SchemaError, StorageError, WaitTimeout, WireError
 from asyncflow.storage import wire
 from asyncflow.storage.arena import Writer
 from asyncflow.storage.batch import Batch
@@ -198,7 +198,9 @@ class ClusterLink:
         mine = keep(batch, self.writer())
 
         def go_on(outcome: Outcome) -> None:
-            if isinstance(outcome, StorageError) or not isinstance(outcome[0], Placed):
+            if isinstance(outcome, SchemaError) and request.lease is not None:
+                pending.complete(LeaseLost(f"lease {request.lease}: {outcome}"))
+            elif isinstance(outcome, StorageError) or not isinstance(outcome[0], Placed):
                 pending.complete(outcome)
             else:
                 self._hands.submit(self._go_on, pending, request, rows, outcome[0].places, mine)

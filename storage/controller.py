@@ -19,7 +19,7 @@ from asyncflow.errors import LeaseLost, QueueClosed, QueueFailed, SchemaError, S
 from asyncflow.storage import snapshot, wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.desk import OK, Desk, Flow
-from asyncflow.storage.orders import Admit, AskUnits, Attach, Freed, Locate, Note, UnitList, Watch, Written
+from asyncflow.storage.orders import Admit, AskUnits, Attach, Cut, Freed, Locate, Note, UnitList, Watch, Written
 from asyncflow.storage.placed import PlacedDesk, PlacedStore, Units
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import QueueStatus
@@ -53,6 +53,7 @@ class Controller:
         # Over all tables, also one after another of the same name: what an old handle names is never another's.
         self._leases: Iterator[int] = itertools.count(1)
         self._bases: dict[str, int] = {}
+        self._askers: list[tuple[Ticket, dict[int, int]]] = []
         self._failed: str | None = None
         self._closed = False
         # One at a time, outside of the lock: nobody else waits for the disk.
@@ -71,6 +72,14 @@ class Controller:
             self._sessions.add(session := next(self._ids))
             return session
 
+    def adopt(self, stores: list[PlacedStore], bases: dict[str, int], leases: Iterator[int]) -> None:
+        """Go on with the tables of a snapshot, whose cells the units have; there must be none yet."""
+        with self._lock:
+            if self._desks or self.units is None:
+                raise StorageError("a snapshot can only be restored into a queue that is empty, to its units")
+            self._leases, self._bases = leases, dict(bases)
+            self._desks = {store.name: PlacedDesk(store, self._clock, self._rouse, self.units) for store in stores}
+
     def leave(self, session: int, lost: bool) -> None:
         """End a session and give back its leases; attempts count if the client was lost."""
         with self._lock:
@@ -81,6 +90,8 @@ class Controller:
                 if unit is not None and isinstance(desk, PlacedDesk):
                     log.error("a storage unit has gone: rows of table %r that it held are lost", desk.store.name)
                     desk.lose(unit)
+            if unit is not None:
+                self._tell_status()
             self._flows = {key: flow for key, flow in self._flows.items() if flow.session != session}
 
     def submit(self, session: int, request: wire.Request, batch: Batch | None, answer: Answer) -> Ticket:
@@ -98,7 +109,9 @@ class Controller:
     def cancel(self, ticket: Ticket) -> None:
         """End the wait of a request with WaitTimeout, if it has not been answered."""
         with self._lock:
-            if ticket.open:
+            if ticket.open and isinstance(ticket.request, wire.AskStatus):
+                self._settle_status(ticket)
+            elif ticket.open:
                 ticket.settle(WaitTimeout(self._awaited(ticket)))
 
     def close(self) -> None:
@@ -108,6 +121,8 @@ class Controller:
                 return
             self._closed = True
             self._wake(lambda: QueueClosed("the queue was closed"))
+            for ticket, _ in self._askers:
+                ticket.settle(QueueClosed("the queue was closed"))
             self._desks.clear()
             self._flows.clear()
             self._alarm.notify()
@@ -152,6 +167,8 @@ class Controller:
                 return self._desk(request.table).handle(request, None)
             case wire.Commit() | wire.Rewind() | wire.Reset() | wire.Seal():
                 return self._desk(request.table).handle(request, None)
+            case wire.AskStatus() if self.units is not None:
+                return self._await_status(ticket, self.units)
             case wire.Snapshot():
                 self._snapshot(ticket, request)
                 return None
@@ -169,12 +186,43 @@ class Controller:
                     if isinstance(desk, PlacedDesk):
                         self.units.tell(self.units.number(ticket.session), desk.store.shape)
                 return None
+            case Freed():
+                self.units.freed(self.units.number(ticket.session))
+                if request.table in self._desks:
+                    self._placed_desk(request.table).freed(request, ticket.session)
+                self._tell_status()
+                return OK
             case AskUnits():
                 return UnitList(self.units.urls, self.units.best()), None
-        desk = self._desk(request.table)
+        return self._placed_desk(request.table).written(ticket, request)
+
+    def _placed_desk(self, table: str) -> PlacedDesk:
+        desk = self._desk(table)
         if not isinstance(desk, PlacedDesk):
-            raise StorageError(f"table {request.table!r} has no storage units")
-        return desk.freed(request, ticket.session) if isinstance(request, Freed) else desk.written(ticket, request)
+            raise StorageError(f"table {table!r} has no storage units")
+        return desk
+
+    def _await_status(self, ticket: Ticket, units: Units) -> Outcome | None:
+        """Answer once the units have freed all that has gone by now, so that bytes and rows are of one moment."""
+        if units.reached(marks := units.marks):
+            return self._administer(ticket.request)
+        self._askers.append((ticket, marks))
+        return None
+
+    def _tell_status(self) -> None:
+        """Answer those who wait for the units to have freed what had gone."""
+        waiting, self._askers = self._askers, []
+        for ticket, marks in waiting:
+            if self.units is None or self.units.reached(marks):
+                self._settle_status(ticket)
+            elif ticket.open:
+                self._askers.append((ticket, marks))
+
+    def _settle_status(self, ticket: Ticket) -> None:
+        try:
+            ticket.settle(self._administer(ticket.request))
+        except StorageError as error:
+            ticket.settle(error)
 
     def _under_lease(
         self, request: wire.Done | wire.Release | wire.Extend | wire.Drop | wire.Write, batch: Batch | None
@@ -250,17 +298,24 @@ class Controller:
         folder = Path(request.folder)
         if not folder.is_absolute():
             raise StorageError(f"a snapshot needs the whole path of its folder, not {request.folder!r}")
-        if self.units is not None:
-            raise StorageError("a queue with storage units takes no snapshot yet")
         self._expire()
         tables = [desk.store.cut() for desk in self._desks.values()]
         cut = snapshot.Cut(tables, dict(self._bases), next(self._leases))
-        self._writer.submit(self._write, ticket, cut, folder)
+        urls = {} if self.units is None else self.units.urls
+        if self.units is not None:
+            self.units.broadcast(Cut(cut.lease))
+        self._writer.submit(self._write, ticket, cut, folder, list(urls.values()))
 
-    def _write(self, ticket: Ticket, cut: snapshot.Cut, folder: Path) -> None:
+    def _write(self, ticket: Ticket, cut: snapshot.Cut, folder: Path, urls: list[str]) -> None:
         outcome: Outcome = OK
         try:
-            snapshot.write(cut, folder)
+            if urls:
+                from asyncflow.storage.moving import collected  # brings the sockets
+
+                with collected(cut, urls) as whole:
+                    snapshot.write(whole, folder)
+            else:
+                snapshot.write(cut, folder)
         except StorageError as error:
             outcome = error
         except Exception as error:
@@ -268,6 +323,8 @@ class Controller:
             log.exception("a snapshot could not be written")
             outcome = StorageError(f"no snapshot was written to {folder}: {type(error).__name__}: {error}")
         with self._lock:
+            if self.units is not None:
+                self.units.broadcast(Cut(0))
             ticket.settle(outcome)
 
     # Leases that expire

@@ -24,27 +24,31 @@ from asyncflow.storage.orders import (
     Admitted,
     Attach,
     Close,
+    Cut,
     Fetch,
     Free,
     Freed,
     Hold,
     Lacking,
+    Load,
     Measured,
     Order,
     Orders,
     Shape,
     Stage,
     Stale,
+    Take,
+    Taken,
     Unhold,
     Written,
-)  # fmt: skip
+)
 from asyncflow.storage.remote import RemoteLink
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.server import Server
 from asyncflow.storage.spec import Trait
 from asyncflow.storage.ticket import Answer, Outcome, Ticket
 from asyncflow.storage.traits import measure
-from asyncflow.storage.unit import Cells, Unit, parts
+from asyncflow.storage.unit import Block, Cells, Unit, parts
 from asyncflow.types import Int64s
 
 log = logging.getLogger(__name__)
@@ -85,6 +89,9 @@ class Depot:
         self._holds: dict[int, Cells] = {}
         self._fetches: dict[int, Ticket] = {}
         self._announced = 0
+        self._cut = 0
+        self._blocks: dict[str, list[Block]] = {}
+        self._takes: list[tuple[Ticket, Take]] = []
         self._asked: dict[Ticket, Pending] = {}
         self._sessions = 0
         self._joined = threading.Event()
@@ -171,6 +178,11 @@ class Depot:
                 self._write(ticket, request, rows, batch)
             case Fetch():
                 self._fetch(ticket, request.hold)
+            case Take():
+                self._take(ticket, request)
+            case Load():
+                self._load(request, _given(ticket.batch))
+                ticket.settle((wire.Ok(), None))
             case _:
                 raise StorageError(f"a storage unit does not answer {type(request).__name__}: ask the controller")
 
@@ -192,11 +204,17 @@ class Depot:
                     raise outcome
                 then(outcome[0])
             except StorageError as error:
-                ticket.settle(error)
+                ticket.settle(self._said(ticket.request, error))
             except Exception as error:
                 # A border: what fails for one client must not end the thread that hears for all.
                 log.exception("an answer of the controller could not be followed")
                 ticket.settle(StorageError(f"{type(error).__name__}: {error}"))
+
+    def _said(self, request: wire.Request, error: StorageError) -> StorageError:
+        """Return what to say of an error: a lease of a table that is not there is lost."""
+        if isinstance(request, Stage) and request.lease is not None and request.table not in self._shelves:
+            return LeaseLost(f"lease {request.lease}: table {request.table!r} was dropped")
+        return error
 
     def _admit(self, ticket: Ticket, table: str, intake: Intake, traits: "list[Trait] | None" = None) -> None:
         shared = intake.shared
@@ -268,6 +286,28 @@ class Depot:
         else:
             self._fetches[hold] = ticket
 
+    def _take(self, ticket: Ticket, request: Take) -> None:
+        if request.cut > self._announced:
+            self._takes.append((ticket, request))
+            return
+        if request.cut != self._cut:
+            raise StorageError(f"cut {request.cut} has been let go for a later one")
+        blocks = self._blocks.get(request.table, [])
+        if request.number >= len(blocks):
+            ticket.settle((wire.End(), None))
+        else:
+            block = blocks[request.number]
+            ticket.settle((Taken(wire.pack(block.rows), wire.pack(block.places), block.dead), block.batch))
+
+    def _load(self, request: Load, batch: Batch) -> None:
+        rows, places = wire.unpack(request.rows), wire.unpack(request.places)
+        if len(rows) != len(places) or np.any((places < 0) | (places >= len(batch))):
+            raise SchemaError(f"{len(rows)} rows at {len(places)} places of a batch of {len(batch)}")
+        self._obey(request.shape)
+        unit = self._shelf(request.shape.table).unit
+        unit.reach(request.stop)
+        unit.put(rows, batch, places)
+
     # What the controller orders
 
     def _hear(self, outcome: Outcome) -> None:
@@ -302,13 +342,24 @@ class Depot:
             case Unhold():
                 for hold in order.holds:
                     self._holds.pop(hold, None)
+            case Cut():
+                self._cut, self._announced = order.cut, max(self._announced, order.cut)
+                kept = self._shelves if order.cut else {}
+                self._blocks = {table: shelf.unit.blocks() for table, shelf in kept.items()}
+                waiting, self._takes = self._takes, []
+                for ticket, take in waiting:
+                    self._take(ticket, take)
             case Free():
-                unit = self._shelf(order.table).unit
-                before = unit.nbytes
-                unit.free(wire.unpack(order.rows))
-                unit.forget(order.base)
-                if unit.nbytes != before:
-                    self._upstream.send(Freed(order.table, before - unit.nbytes))
+                self._free(order)
+
+    def _free(self, order: Free) -> None:
+        shelf, freed = self._shelves.get(order.table), 0
+        if shelf is not None:
+            before = shelf.unit.nbytes
+            shelf.unit.free(wire.unpack(order.rows))
+            shelf.unit.forget(order.base)
+            freed = before - shelf.unit.nbytes
+        self._upstream.send(Freed(order.table, freed))
 
     def _hold(self, order: Hold) -> None:
         cells = self._shelf(order.table).unit.locate(wire.unpack(order.rows), order.columns)

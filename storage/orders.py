@@ -69,7 +69,7 @@ class Written(Message, tag="written"):
 
 
 class Freed(Message, tag="freed"):
-    """The unit has freed so many bytes of a table. Not answered."""
+    """The unit has done the next order to free rows of a table, and holds so many bytes less."""
 
     table: str
     size: int
@@ -124,7 +124,36 @@ class Stage(Message, tag="stage"):
     lease: int | None = None
 
 
+# What a controller asks a unit, as any client does
+
+
+class Take(Message, tag="take"):
+    """Ask for a block of a cut of a table, counted from 0; answered by `End` after the last."""
+
+    cut: int
+    table: str
+    number: int
+
+
+class Load(Message, tag="load"):
+    """Keep the batch for rows that are admitted, each at its place; the table is made if it is new."""
+
+    shape: "Shape"
+    stop: int
+    """The row after the last of the table."""
+    rows: bytes
+    places: bytes
+
+
 # Answers
+
+
+class Taken(Message, tag="taken"):
+    """A block: its rows, the place of each in the batch, and how many of them have gone."""
+
+    rows: bytes
+    places: bytes
+    dead: int
 
 
 class Admitted(Message, tag="admitted"):
@@ -200,7 +229,13 @@ class Close(Message, tag="close"):
     table: str
 
 
-Order: TypeAlias = Hold | Unhold | Free | Shape | Close
+class Cut(Message, tag="cut"):
+    """Keep all cells as they stand, to be taken, and let those of an earlier cut go; 0 is only the latter."""
+
+    cut: int
+
+
+Order: TypeAlias = Hold | Unhold | Free | Shape | Close | Cut
 
 
 class Orders(Message, tag="orders"):
@@ -209,5 +244,5 @@ class Orders(Message, tag="orders"):
     orders: list[Order]
 
 
-Question: TypeAlias = Attach | Admit | Written | Freed | AskUnits | Locate | Watch | Note | Fetch | Stage
-Reply: TypeAlias = Admitted | Lacking | Stale | UnitList | Placed | Orders
+Question: TypeAlias = Attach | Admit | Written | Freed | AskUnits | Locate | Watch | Note | Fetch | Stage | Take | Load
+Reply: TypeAlias = Admitted | Lacking | Stale | UnitList | Placed | Orders | Taken

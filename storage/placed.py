@@ -6,7 +6,7 @@ answers to it, in order, so a unit has stored what it is told to hold, and frees
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from asyncflow.storage.orders import (
 from asyncflow.storage.rolling import Rolling
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.spec import TaskSpec, Trait
-from asyncflow.storage.store import Limits, Store
+from asyncflow.storage.store import Limits, Store, TableCut
 from asyncflow.storage.ticket import Answer, Outcome, Ticket
 from asyncflow.types import Int64s
 
@@ -60,6 +60,9 @@ class Post:
     tell: Callable[..., None]
     size: int = 0
     """Bytes of the cells that it holds."""
+    asked: int = 0
+    """How often it was told to free rows, and how often it has."""
+    freed: int = 0
 
 
 class Units:
@@ -111,6 +114,25 @@ class Units:
         """Give an order to all units."""
         for post in self._posts.values():
             post.tell(order)
+
+    def free(self, number: int, order: Free) -> None:
+        """Have a unit free rows, if it lives."""
+        if number in self._posts:
+            self._posts[number].asked += 1
+            self._posts[number].tell(order)
+
+    def freed(self, number: int) -> None:
+        """Hear that a unit has freed what it was told to next."""
+        self._posts[number].freed += 1
+
+    @property
+    def marks(self) -> dict[int, int]:
+        """How often each unit was told to free rows."""
+        return {number: post.asked for number, post in self._posts.items()}
+
+    def reached(self, marks: dict[int, int]) -> bool:
+        """Whether every unit that lives has freed what it had been told to by then."""
+        return all(self._posts[number].freed >= mark for number, mark in marks.items() if number in self._posts)
 
     def grew(self, number: int, size: int) -> None:
         """Hear that a unit holds more, or less."""
@@ -170,6 +192,10 @@ class Placement:
         self._unit.put(rows, unit)
         self.grew(unit, size)
 
+    def settle(self, units: Int64s) -> None:
+        """Note where the first rows are."""
+        self._unit.load(units.astype(np.uint8), self._unit.base)
+
     def grew(self, unit: int, size: int) -> None:
         """Hear that a unit holds more of this table, or less."""
         self.sizes[unit] = self.sizes.get(unit, 0) + size
@@ -183,7 +209,7 @@ class Placement:
         """Tell the units that rows have gone."""
         at = self.at(rows)
         for unit in np.unique(at).tolist():
-            self._units.tell(unit, Free(self._table, wire.pack(rows[at == unit]), base))
+            self._units.free(unit, Free(self._table, wire.pack(rows[at == unit]), base))
         self._unit.forget(base)
 
     def on(self, unit: int) -> Int64s:
@@ -302,6 +328,26 @@ class PlacedStore(Store):
         """Add columns."""
         super().widen(columns)
         self._units.broadcast(self.shape)
+
+    def cut(self) -> TableCut:
+        """Return the ledger as it stands; its blocks are with the units."""
+        return replace(super().cut(), blocks=())
+
+    @classmethod
+    def spread(cls, cut: TableCut, leases: Iterator[int], units: Units) -> "PlacedStore":
+        """Return the table of a cut, its rows spread over the units by bytes; their cells are not there yet."""
+        store = cls(cut.name, Schema(cut.columns), Limits(cut.max_rows, cut.max_bytes), cut.ledger.base, leases, units)
+        store.ledger.load(cut.ledger, {task.name: store.schema.mask(task.spec.needs) for task in cut.ledger.tasks})
+        store._puts = dict(cut.puts)
+        rows = np.arange(store.ledger.base, store.ledger.stop)
+        weights = np.ones(len(rows))
+        for block in cut.blocks:
+            known = block.rows >= store.ledger.base
+            weights[block.rows[known] - store.ledger.base] += block.batch.nbytes / len(block.rows)
+        numbers = np.array(sorted(units.urls), np.int64)
+        share = np.cumsum(weights) / max(weights.sum(), 1)
+        store.placement.settle(numbers[np.minimum((share * len(numbers)).astype(np.int64), len(numbers) - 1)])
+        return store
 
     def hold(self, hold: int, rows: Int64s, columns: list[str]) -> Places:
         """Have the units keep cells of living rows until they are fetched."""
@@ -422,6 +468,8 @@ class PlacedDesk(Desk):
         return self.store.take_in(ticket.intake)
 
     def _leased(self, leased: wire.Leased, grant: Grant, columns: list[str]) -> Outcome:
+        if len(grant.rows) == 0:
+            return super()._leased(leased, grant, columns)
         leased.places = self.store.hold(grant.id, grant.rows, columns)
         self._held.add(grant.id)
         return leased, None

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +28,8 @@ from asyncflow.errors import StorageError
 from asyncflow.storage import frames, image
 from asyncflow.storage.store import Store, TableCut
 from asyncflow.storage.unit import Block
+
+S = TypeVar("S")
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -200,13 +203,18 @@ def _sync(folder: Path) -> None:
 
 def read(folder: Path) -> Held:
     """Return what a snapshot holds; a StorageError names the file that is missing, damaged or foreign."""
+    files, bases, leases = opened(folder)
+    return Held([table(path, lambda cut: Store.of(cut, leases)) for path in files], bases, leases)
+
+
+def opened(folder: Path) -> tuple[list[Path], dict[str, int], Iterator[int]]:
+    """Return the files of the tables of a snapshot, which are whole, and the numbers that go on."""
     manifest = _manifest(folder / MANIFEST)
     for file in manifest.tables:
         _verify(folder / file.name, file)
     # Ids of leases that were handed out after the snapshot, and lost with the queue, must stay without meaning too.
     leases = itertools.count(manifest.lease + _JUMP + secrets.randbelow(_JUMP))
-    stores = [_store(folder / file.name, leases) for file in manifest.tables]
-    return Held(stores, manifest.bases, leases)
+    return [folder / file.name for file in manifest.tables], manifest.bases, leases
 
 
 def _manifest(path: Path) -> Manifest:
@@ -250,10 +258,11 @@ def _verify(path: Path, file: File) -> None:
         raise StorageError(f"{path} is damaged: it does not match its checksum")
 
 
-def _store(path: Path, leases: Iterator[int]) -> Store:
+def table(path: Path, made: Callable[[TableCut], S]) -> S:
+    """Return what is made of the table in a file."""
     try:
         with open(path, "rb") as file:
-            return Store.of(_read_table(file), leases)
+            return made(_read_table(file))
     except (OSError, StorageError, ValueError, LookupError, MemoryError, RecursionError) as error:
         raise StorageError(f"{path} does not hold a table: {error}") from error
 

@@ -4,7 +4,7 @@ Every method either does all of its work or raises and changes nothing. Nothing 
 fits now is a question (`fits`), and who waits for it is the controller's business.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -45,7 +45,7 @@ class TableCut:
     max_bytes: int | None
     ledger: LedgerImage
     puts: dict[bytes, Int64s]
-    blocks: list[Block]
+    blocks: Iterable[Block]
 
 
 class Store:

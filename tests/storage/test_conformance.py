@@ -128,7 +128,7 @@ def test_dropping_is_idempotent_and_tolerant_and_frees_row_by_row(table):
         table.drop([row], "gone")
         sizes.append(table.status().bytes)
     assert all(after <= before for before, after in pairwise(sizes))
-    assert len(set(sizes)) > 5
+    assert len(set(sizes)) > 3
     assert sizes[-1] == 0
 
 

@@ -111,7 +111,7 @@ def test_a_put_that_is_sent_again_is_harmless(queue: TransferQueue, restored: Ca
     before, _ = table.link.send(put, batch).result(30)
     back = restored().table("train")
     again, _ = back.link.send(put, batch).result(30)
-    assert again == before
+    assert again.rows == before.rows
     assert back.ledger().admitted == 3
 
 
