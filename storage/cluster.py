@@ -32,7 +32,7 @@ _REMEMBERED = 4096
 
 
 class Steps(Pending):
-    """The answer to a request that takes several, one after another; to cancel it cancels whichever is under way."""
+    """The answer to a request that takes several, one after another; to cancel it cancels those that wait."""
 
     __slots__ = ("_lock", "_steps", "cancelled")
 
@@ -354,7 +354,8 @@ class _Fetching:
     def start(self, hold: int, units: dict[int, RemoteLink]) -> None:
         """Ask the units."""
         for number in self.places.units:
-            self._pending.step(units[number].ask(Fetch(hold), partial(self._hear, number)))
+            # Not to be cancelled: only waits are, and what is leased already is delivered.
+            units[number].ask(Fetch(hold), partial(self._hear, number))
 
     def failed(self, error: StorageError) -> None:
         """End with an error, or begin anew where the next lease will do as well."""
