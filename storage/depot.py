@@ -82,8 +82,8 @@ class Depot:
 
     placed = False
 
-    def __init__(self, controller: str, url: str, timeout: float) -> None:
-        """Join the queue at `controller`, and serve clients at `url`."""
+    def __init__(self, controller: str, url: str, timeout: float, over: threading.Event | None = None) -> None:
+        """Join the queue at `controller`, and serve clients at `url`; `over` is set when the controller is gone."""
         self._lock = threading.RLock()
         self._shelves: dict[str, Shelf] = {}
         self._holds: dict[int, Cells] = {}
@@ -95,8 +95,7 @@ class Depot:
         self._asked: dict[Ticket, Pending] = {}
         self._sessions = 0
         self._joined = threading.Event()
-        self.over = threading.Event()
-        """Set when the controller is gone."""
+        self.over = threading.Event() if over is None else over
         self._failure: StorageError | None = None
         self._upstream = RemoteLink(controller, timeout)
         self._arena = Arena()

@@ -4,6 +4,7 @@ The ledger is here and the cells are there. A row lives whole on one unit. Order
 answers to it, in order, so a unit has stored what it is told to hold, and frees nothing before it holds it.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,12 @@ class Units:
     def __init__(self) -> None:
         self._posts: dict[int, Post] = {}
         self._turn = 0
+        self._joined = threading.Condition()
+
+    def wait(self, count: int, timeout: float) -> bool:
+        """Wait until so many units have joined; return whether they have."""
+        with self._joined:
+            return self._joined.wait_for(lambda: len(self._posts) >= count, timeout)
 
     @property
     def urls(self) -> dict[int, str]:
@@ -89,6 +96,8 @@ class Units:
             raise StorageError(f"unit {url} cannot join: a queue has at most 255 units, and a unit joins once")
         post = self._posts[number] = Post(session, url, lambda *orders: answer((Orders(list(orders)), None)))
         post.tell()
+        with self._joined:
+            self._joined.notify_all()
 
     def leave(self, session: int) -> int | None:
         """Hear that a session has ended; return the number of the unit that it was, if it was one."""

@@ -1,4 +1,4 @@
-"""Subcommands: `run`, `resume`, `validate`, `schema`, `storage start`, `storage inspect`.
+"""Subcommands: `run`, `resume`, `validate`, `schema`, `storage start`, `storage unit`, `storage inspect`.
 
 Exit codes: 0 done, 1 the run failed, 2 the file or the arguments are wrong, 130 interrupted (a checkpoint is left).
 """
@@ -67,11 +67,24 @@ app.add_typer(storage, name="storage")
 @storage.command()
 def start(
     url: Annotated[str, typer.Option(help="Where to serve it: ipc:///path or tcp://127.0.0.1:port.")],
+    units: Annotated[int, typer.Option(min=0, max=255, help="Processes that hold the cells; 0: this one does.")] = 0,
+    restore: Annotated[Path | None, typer.Option(help="Begin with the snapshot in this folder.")] = None,
 ) -> None:
-    """Serve an empty queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
+    """Serve a queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
     from asyncflow.cli.storage import start as command
 
-    raise typer.Exit(command(url))
+    raise typer.Exit(command(url, units, restore))
+
+
+@storage.command()
+def unit(
+    queue: Annotated[str, typer.Argument(help="Address of the queue.")],
+    url: Annotated[str, typer.Option(help="Where clients reach the unit: ipc:///path or tcp://127.0.0.1:port.")],
+) -> None:
+    """Hold cells for a queue that was started with units, until it ends: one more unit, on this or another host."""
+    from asyncflow.cli.storage import unit as command
+
+    raise typer.Exit(command(queue, url))
 
 
 @storage.command()

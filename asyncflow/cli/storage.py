@@ -1,7 +1,10 @@
-"""`asyncflow storage start` and `asyncflow storage inspect`: serve a queue, and look at one."""
+"""`asyncflow storage start`, `unit` and `inspect`: serve a queue, hold cells for one, and look at one."""
 
 import signal
 import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
 
 from asyncflow.errors import QueueClosed, StorageError, WaitTimeout
 from asyncflow.storage import TransferQueue
@@ -11,18 +14,38 @@ from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
 FAILED, USAGE = 1, 2
 
 
-def start(url: str) -> int:
-    """Serve an empty queue until Ctrl-C or SIGTERM; print its address once it accepts."""
+def start(url: str, units: int = 0, restore: Path | None = None) -> int:
+    """Serve a queue until Ctrl-C or SIGTERM; print its address once it accepts."""
     ends = {signal.SIGINT, signal.SIGTERM}
     # Blocked before any thread is made, so that no signal is lost and only `sigwait` sees one.
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    with TransferQueue.open() as queue:
-        try:
-            address = queue.serve(url)
-        except StorageError as error:
-            return _refused(error)
-        print(address, flush=True)
-        signal.sigwait(ends)
+    try:
+        with ExitStack() as stack:
+            if units:
+                from asyncflow.storage.host import Host
+
+                address = stack.enter_context(Host(url, units, restore)).url
+            else:
+                queue = TransferQueue.open() if restore is None else TransferQueue.restore(restore)
+                address = stack.enter_context(queue).serve(url)
+            print(address, flush=True)
+            signal.sigwait(ends)
+    except StorageError as error:
+        return _refused(error)
+    return 0
+
+
+def unit(queue: str, url: str) -> int:
+    """Be a storage unit of a queue until that ends, or until Ctrl-C or SIGTERM."""
+    from asyncflow.storage.host import serve_unit
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        serve_unit(queue, url, ended)
+    except StorageError as error:
+        return _refused(error)
     return 0
 
 
