@@ -214,6 +214,7 @@ class Table:
         max_age: int | None = None,
         share: float = 0.5,
         seed: int = 0,
+        repairs: bool = False,
     ) -> None:
         """Declare a consumer group, which sees all living rows; the same again is harmless.
 
@@ -227,11 +228,16 @@ class Table:
         - `priority`: by the column `priority`, the highest first;
         - `replay`: new rows, and up to `share` of a batch rows that are done, drawn by `seed`: each is used
           `uses` times in all, at most `max_age` versions behind the newest row (of column `version`).
+
+        A task that `repairs` reads nothing, and gets only rows that have lost their cells with a storage unit. It
+        writes those anew that no other task makes, under its lease.
         """
         names = (tokens,) if isinstance(tokens, str) else tuple(tokens)
         choice = Choice(names, version, priority, budget, uses, max_age, float(share), seed)
         seconds = float(lease_seconds)
-        request = wire.DeclareTask(self.name, name, list(reads), sampler, max_attempts, seconds, durable, choice)
+        request = wire.DeclareTask(
+            self.name, name, list(reads), sampler, max_attempts, seconds, durable, choice, repairs
+        )
         _call(self._link, request, wire.Ok)
 
     def stream(

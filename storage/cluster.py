@@ -282,8 +282,9 @@ class ClusterLink:
         if not isinstance(reply, UnitList):
             raise WireError(f"the answer is {type(reply).__name__}, not the units")
         with self._lock:
-            for number in [number for number, unit in self._units.items() if reply.units.get(number) != unit.url]:
-                self._units.pop(number).close()
+            for number, unit in list(self._units.items()):
+                if unit.ended is not None or reply.units.get(number) != unit.url:
+                    self._units.pop(number).close()
             for number, url in reply.units.items():
                 if number not in self._units:
                     self._units[number] = RemoteLink(url, self._timeout)

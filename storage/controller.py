@@ -88,7 +88,8 @@ class Controller:
             for desk in self._desks.values():
                 desk.leave(session, lost)
                 if unit is not None and isinstance(desk, PlacedDesk):
-                    log.error("a storage unit has gone: rows of table %r that it held are lost", desk.store.name)
+                    if lost:
+                        log.error("a storage unit has died: cells of table %r are lost with it", desk.store.name)
                     desk.lose(unit)
             if unit is not None:
                 self._tell_status()
@@ -185,6 +186,7 @@ class Controller:
                 for desk in self._desks.values():
                     if isinstance(desk, PlacedDesk):
                         self.units.tell(self.units.number(ticket.session), desk.store.shape)
+                        desk.rehome()
                 return None
             case Freed():
                 self.units.freed(self.units.number(ticket.session))
@@ -363,7 +365,9 @@ class Controller:
 
     def _status(self) -> QueueStatus:
         tables = {name: desk.status() for name, desk in self._desks.items()}
-        return QueueStatus(tables, len(self._flows), max(0, len(self._sessions) - 1), self._failed)
+        units = {} if self.units is None else self.units.sizes
+        clients = max(0, len(self._sessions) - 1 - len(units))
+        return QueueStatus(tables, len(self._flows), clients, self._failed, units)
 
     def _wake(self, error: Callable[[], StorageError]) -> None:
         for desk in self._desks.values():

@@ -17,11 +17,12 @@ from asyncflow.errors import LeaseLost, QueueClosed, SchemaError, StorageError
 from asyncflow.storage import wire
 from asyncflow.storage.arena import Arena
 from asyncflow.storage.batch import Batch
-from asyncflow.storage.intake import Intake, check_write, taken
+from asyncflow.storage.intake import Intake, blank, check_write, taken
 from asyncflow.storage.link import Pending
 from asyncflow.storage.orders import (
     Admit,
     Admitted,
+    Adopt,
     Attach,
     Close,
     Cut,
@@ -62,6 +63,8 @@ class Shelf:
     def __init__(self, columns: dict[str, str], base: int) -> None:
         self.schema = Schema(columns)
         self.unit = Unit(self.schema.columns, base)
+        self.traits: set[Trait] = set()
+        """What the controller has asked for before."""
 
     def shape(self, columns: dict[str, str]) -> None:
         """Have these columns, which only grow in number."""
@@ -220,7 +223,9 @@ class Depot:
         groups = wire.pack(shared["group_id"].array) if "group_id" in shared else None
         size = shared.nbytes + (8 * len(shared) if groups is None else 0) + intake.own.nbytes
         columns = dict.fromkeys([*shared.names, *intake.own.names, "group_id"])
-        measured = tuple(_measured(trait, intake) for trait in traits or ())
+        known = self._shelf(table).traits
+        known.update(traits or ())
+        measured = tuple(_measured(trait, intake) for trait in known if trait[1] in columns)
         request = Admit(table, intake.id, len(shared), size, list(columns), groups, intake.repeat, measured)
         self._ask(ticket, request, partial(self._admitted, ticket, table, intake))
 
@@ -250,13 +255,15 @@ class Depot:
         for name, places in zip(batch.names, fresh, strict=True):
             bits[places] |= shelf.schema.mask([name])
         new = parts(rows, batch, fresh)
-        measured = tuple(Measured(trait, _packed(measure(trait, batch[trait[1]]))) for trait in traits or ())
+        shelf.traits.update(traits or ())
+        asked = [trait for trait in shelf.traits if trait[1] in batch]
+        measured = tuple(Measured(trait, _packed(measure(trait, batch[trait[1]]))) for trait in asked)
         size = sum(part.nbytes for _, part in new)
-        asked = Written(
+        written = Written(
             request.table, request.rows, batch.names, wire.pack(bits.view(np.int64)), request.write_id, request.parts,
             size, request.lease, measured,
         )  # fmt: skip
-        self._ask(ticket, asked, partial(self._written, ticket, request, rows, batch, new))
+        self._ask(ticket, written, partial(self._written, ticket, request, rows, batch, new))
 
     def _written(
         self,
@@ -334,6 +341,7 @@ class Depot:
                 if order.table not in self._shelves:
                     self._shelves[order.table] = Shelf(order.columns, order.base)
                 self._shelves[order.table].shape(order.columns)
+                self._shelves[order.table].traits.update(order.traits)
             case Close():
                 self._shelves.pop(order.table, None)
             case Hold():
@@ -350,6 +358,8 @@ class Depot:
                     self._take(ticket, take)
             case Free():
                 self._free(order)
+            case Adopt():
+                self._adopt(order)
 
     def _free(self, order: Free) -> None:
         shelf, freed = self._shelves.get(order.table), 0
@@ -359,6 +369,12 @@ class Depot:
             shelf.unit.forget(order.base)
             freed = before - shelf.unit.nbytes
         self._upstream.send(Freed(order.table, freed))
+
+    def _adopt(self, order: Adopt) -> None:
+        rows, unit = wire.unpack(order.rows), self._shelf(order.table).unit
+        unit.reach(int(rows.max(initial=-1)) + 1)
+        cells = {name: wire.unpack(values) for name, values in order.identity.items()}
+        unit.put(rows, Batch({"source": blank(len(rows)), **cells}))
 
     def _hold(self, order: Hold) -> None:
         cells = self._shelf(order.table).unit.locate(wire.unpack(order.rows), order.columns)
@@ -377,11 +393,9 @@ def _given(batch: Batch | None) -> Batch:
 
 
 def _measured(trait: Trait, intake: Intake) -> Measured:
-    """Return a trait of every row of a put."""
-    for batch, places in intake.parts:
-        if trait[1] in batch:
-            return Measured(trait, _packed(measure(trait, batch[trait[1]])[places]))
-    raise SchemaError(f"the put has no column {trait[1]!r}")
+    """Return a trait of every row of a put that has its column."""
+    batch, places = next(part for part in intake.parts if trait[1] in part[0])
+    return Measured(trait, _packed(measure(trait, batch[trait[1]])[places]))
 
 
 def _packed(values: "np.typing.NDArray[np.float64]") -> bytes:

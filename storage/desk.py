@@ -167,6 +167,7 @@ class Desk:
             request.lease_seconds,
             request.durable,
             request.choice,
+            request.repairs,
         )
         self.store.declare(request.task, spec)
 

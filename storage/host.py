@@ -15,7 +15,7 @@ from asyncflow.errors import StorageError
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
-from asyncflow.storage.placed import Units
+from asyncflow.storage.placed import Recompute, Units
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,18 @@ _RESTARTS = 5
 class Host:
     """Serves a queue whose cells are held by units, until it is closed."""
 
-    def __init__(self, url: str, units: int, restore: Path | None = None, timeout: float = START) -> None:
+    def __init__(
+        self,
+        url: str,
+        units: int,
+        restore: Path | None = None,
+        recompute: Recompute | None = None,
+        timeout: float = START,
+    ) -> None:
         """Serve at `url` once so many units have joined, with the tables of a snapshot if one is named."""
         if units < 1:
             raise StorageError(f"a queue with storage units has at least one, not {units}")
-        self._units = Units()
+        self._units = Units(recompute)
         controller = Controller(units=self._units)
         self._link = EmbeddedLink(controller)
         self._lock = threading.Lock()

@@ -97,12 +97,13 @@ def _filled(batch: Batch, repeat: int, put_id: bytes) -> Intake:
     count = len(batch)
     shared = batch
     if "source" not in shared:
-        shared = shared.with_columns({"source": _blank(count)})
+        shared = shared.with_columns({"source": blank(count)})
     if "prompt_id" not in shared:
         shared = shared.with_columns({"prompt_id": np.full(count, -1)})
     own = {"rollout_id": np.arange(repeat), "segment": np.zeros(repeat, np.int64)}
     return Intake(put_id, shared, Batch({name: data for name, data in own.items() if name not in batch}), repeat)
 
 
-def _blank(count: int) -> Column:
+def blank(count: int) -> Column:
+    """Return so many empty strings."""
     return Column.ragged(np.empty(0, np.uint8), np.zeros(count + 1, np.int64), "string")

@@ -113,6 +113,8 @@ class Ledger:
         self._expiries: list[tuple[float, int]] = []
         self._leases = itertools.count(1) if leases is None else leases
         self._freed: list[Int64s] = []
+        self._makers: tuple[str, ...] = ()
+        """Tasks that write anew what was lost."""
 
     @property
     def live(self) -> int:
@@ -138,12 +140,14 @@ class Ledger:
         self._written.grow(count)
         self._undone.grow(count)
         self._written.put(rows, int(written))
-        self._undone.put(rows, len(self.tasks))
+        self._undone.put(rows, sum(not task.spec.repairs for task in self.tasks.values()))
         slots = self.groups.join(rows, groups)
         self.admitted += count
         for task in self.tasks.values():
             task.admit(count, rows, slots)
-            if written & task.need == task.need:
+            if task.spec.repairs:
+                task.move(rows, slots, DONE)
+            elif written & task.need == task.need:
                 task.move(rows, slots, READY)
         self._collect()
         return rows
@@ -241,9 +245,12 @@ class Ledger:
             return
         spec.check(name)
         task, live = self._begin(name, spec, need)
-        ready = live[self._written.at(live) & need == need]
-        task.move(ready, self.groups.slots(ready), READY)
-        self._undone.put(live, self._undone.at(live) + 1)
+        if spec.repairs:
+            task.move(live, self.groups.slots(live), DONE)
+        else:
+            ready = live[self._written.at(live) & need == need]
+            task.move(ready, self.groups.slots(ready), READY)
+            self._undone.put(live, self._undone.at(live) + 1)
         self.tasks[name] = task
 
     def _begin(self, name: str, spec: TaskSpec, need: np.uint64) -> tuple[Task, Int64s]:
@@ -296,6 +303,8 @@ class Ledger:
         leased by, another rank comes back to that rank only, and does not count either.
         """
         task = self.task(name)
+        if task.spec.repairs and self.live:
+            return False
         if not self.sealed or task.counts[BLOCKED] or task.counts[READY] > task.sampler.kept(wish):
             return False
         others = (grant for grant in self._grants.values() if grant.task == name and grant.holder != holder)
@@ -436,7 +445,52 @@ class Ledger:
         # A row that is replayed at this moment is under lease: it stays there.
         rows = np.unique(rows[task.status.at(rows) == DONE])
         task.attempts.put(rows, 0)
-        task.move(rows, self.groups.slots(rows), READY)
+        self._reopen(task, rows)
+
+    def _reopen(self, task: Task, rows: Int64s) -> None:
+        """Make rows ready again, but for those that have lost cells: these come when they are written anew."""
+        has = self._written.at(rows) & task.need == task.need
+        for some, after in ((rows[has], READY), (rows[~has], BLOCKED)):
+            task.move(some, self.groups.slots(some), after)
+        self._redo(rows[~has])
+
+    def lose(self, rows: Int64s, again: Sequence[str]) -> None:
+        """Hear that all cells of living rows are lost; the tasks `again` get those that are still needed once more."""
+        rows = rows[self.alive(rows)]
+        self._makers = tuple(name for name in again if name in self.tasks)
+        self._written.put(rows, 0)
+        for task in self.tasks.values():
+            self._revoke(task, rows)
+            task.sampler.restart()
+            open_ = rows[task.status.at(rows) < DONE]
+            after = BLOCKED if task.need else READY
+            task.move(open_, self.groups.slots(open_), after)
+        wanted = np.zeros(len(rows), np.bool_)
+        for task in self.tasks.values():
+            wanted |= task.status.at(rows) < DONE
+        self._redo(rows[wanted])
+
+    def _redo(self, rows: Int64s) -> None:
+        """Have rows without cells made anew by the tasks that have done so before."""
+        for name in self._makers:
+            task = self.tasks[name]
+            done = rows[task.status.at(rows) == DONE]
+            settled = done[~np.isin(done, self._open(task))]
+            self._undone.put(settled, self._undone.at(settled) + 1)
+            for step, parts in task.unsettled.items():
+                task.unsettled[step] = [part[~np.isin(part, done)] for part in parts]
+            if not task.spec.repairs:
+                task.done -= len(done) if task.replay is None else task.replay.anew(done)
+            task.attempts.put(done, 0)
+            task.move(done, self.groups.slots(done), BLOCKED if task.need else READY)
+
+    def _revoke(self, task: Task, rows: Int64s) -> None:
+        """Take rows out of the leases of a task."""
+        for grant in self._grants.values():
+            if grant.task == task.name:
+                grant.rows = grant.rows[~np.isin(grant.rows, rows)]
+                if isinstance(grant.part, MicroBatch):
+                    grant.part.rows = grant.part.rows[~np.isin(grant.part.rows, rows)]
 
     def reset(self, name: str) -> None:
         """Make all living rows ready again that a task has done or leased; its leases are over."""
@@ -454,7 +508,7 @@ class Ledger:
         task.committed = -1
         task.unsettled.clear()
         task.attempts.put(rows, 0)
-        task.move(rows, self.groups.slots(rows), READY)
+        self._reopen(task, rows)
         for grant in grants:
             if grant.part is not None:
                 grant.part.give_back()

@@ -216,11 +216,12 @@ class Free(Message, tag="free"):
 
 
 class Shape(Message, tag="shape"):
-    """A table has these columns; one that is new begins with row `base`."""
+    """A table has these columns, and these traits are told with its rows; one that is new begins with row `base`."""
 
     table: str
     columns: dict[str, str]
     base: int
+    traits: list[Trait]
 
 
 class Close(Message, tag="close"):
@@ -235,7 +236,15 @@ class Cut(Message, tag="cut"):
     cut: int
 
 
-Order: TypeAlias = Hold | Unhold | Free | Shape | Close | Cut
+class Adopt(Message, tag="adopt"):
+    """Rows whose cells were lost are from now on on this unit: it makes their identity columns."""
+
+    table: str
+    rows: bytes
+    identity: dict[str, bytes]
+
+
+Order: TypeAlias = Hold | Unhold | Free | Shape | Close | Cut | Adopt
 
 
 class Orders(Message, tag="orders"):

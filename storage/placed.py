@@ -6,8 +6,9 @@ answers to it, in order, so a unit has stored what it is told to hold, and frees
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from asyncflow.storage.ledger import Grant, listed
 from asyncflow.storage.orders import (
     Admit,
     Admitted,
+    Adopt,
     Close,
     Free,
     Freed,
@@ -39,17 +41,27 @@ from asyncflow.storage.orders import (
     Written,
 )  # fmt: skip
 from asyncflow.storage.rolling import Rolling
-from asyncflow.storage.schema import Schema
-from asyncflow.storage.spec import TaskSpec, Trait
+from asyncflow.storage.schema import IDENTITY, Schema
+from asyncflow.storage.spec import Choice, TaskSpec, Trait
 from asyncflow.storage.store import Limits, Store, TableCut
 from asyncflow.storage.ticket import Answer, Outcome, Ticket
 from asyncflow.types import Int64s
+
+_TOLD = ("prompt_id", "rollout_id", "segment")
 
 LOST = "unit_lost"
 """Why rows are dropped whose unit has died."""
 
 # Readings that nobody has fetched are let go after so many later ones of the same table.
 _READINGS = 4096
+
+
+Recompute: TypeAlias = Callable[[str, Sequence[str]], Sequence[str]]
+"""Which tasks must have a row of a table again when it has lost these columns; none if nobody can make them anew."""
+
+
+def _nobody(table: str, columns: Sequence[str]) -> Sequence[str]:
+    return ()
 
 
 @dataclass(slots=True)
@@ -69,7 +81,9 @@ class Post:
 class Units:
     """The storage units of one controller."""
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: "Recompute | None" = None) -> None:
+        """Without a `recompute`, rows of a unit that has died are dropped."""
+        self.recompute: Recompute = recompute or _nobody
         self._posts: dict[int, Post] = {}
         self._turn = 0
         self._joined = threading.Condition()
@@ -205,6 +219,11 @@ class Placement:
         """Note where the first rows are."""
         self._unit.load(units.astype(np.uint8), self._unit.base)
 
+    def move(self, rows: Int64s, unit: int, size: int) -> None:
+        """Note that rows are on another unit."""
+        self._unit.put(rows, unit)
+        self.grew(unit, size)
+
     def grew(self, unit: int, size: int) -> None:
         """Hear that a unit holds more of this table, or less."""
         self.sizes[unit] = self.sizes.get(unit, 0) + size
@@ -242,12 +261,19 @@ class PlacedStore(Store):
         self.placement = Placement(name, units, base)
         self._units, self._leases = units, leases
         self._readings: deque[int] = deque()
+        self._homeless = np.empty(0, np.int64)
+        self._watch_identity()
         units.broadcast(self.shape)
+
+    def _watch_identity(self) -> None:
+        """Keep what is needed to name a row whose cells are lost."""
+        for column in _TOLD:
+            self.ledger.traits.watch(("priority", column), self.schema.dtype(column))
 
     @property
     def shape(self) -> Shape:
         """What a unit must know of the table."""
-        return Shape(self.name, self.schema.columns, self.ledger.base)
+        return Shape(self.name, self.schema.columns, self.ledger.base, list(self.ledger.traits.watched))
 
     @property
     def held(self) -> int:
@@ -268,10 +294,8 @@ class PlacedStore(Store):
     def take_in(self, arrival: Arriving) -> Admitted | Lacking:
         """Admit the rows of a put; the same put again only returns them."""
         request = arrival.request
-        best = self._units.best()
         if arrival.id in self._puts:
-            rows = self._puts[arrival.id]
-            return Admitted(wire.pack(rows), b"", True, best)
+            return Admitted(wire.pack(self._puts[arrival.id]), b"", True, self._units.best())
         lacking = self._unknown(request.columns, request.traits)
         if lacking:
             return Lacking(lacking)
@@ -284,7 +308,7 @@ class PlacedStore(Store):
         self._note(rows, request.traits)
         self.ledger.admit(len(rows), np.repeat(groups, request.repeat), self.schema.mask(request.columns))
         self._remember(arrival.id, rows)
-        return Admitted(wire.pack(rows), wire.pack(groups), False, best)
+        return Admitted(wire.pack(rows), wire.pack(groups), False, self._units.best())
 
     def _unknown(self, columns: list[str], told: tuple[Measured, ...]) -> list[Trait]:
         known = {each.trait for each in told}
@@ -316,6 +340,7 @@ class PlacedStore(Store):
         traits = self.ledger.traits
         if traits.watch(trait, self.schema.dtype(trait[1])):
             traits.unknown[trait] = self._having(trait[1])
+            self._units.broadcast(self.shape)
         unknown = traits.unknown.get(trait, np.empty(0, np.int64))
         return unknown[self.ledger.alive(unknown)]
 
@@ -348,11 +373,14 @@ class PlacedStore(Store):
         store = cls(cut.name, Schema(cut.columns), Limits(cut.max_rows, cut.max_bytes), cut.ledger.base, leases, units)
         store.ledger.load(cut.ledger, {task.name: store.schema.mask(task.spec.needs) for task in cut.ledger.tasks})
         store._puts = dict(cut.puts)
+        store._watch_identity()
         rows = np.arange(store.ledger.base, store.ledger.stop)
         weights = np.ones(len(rows))
         for block in cut.blocks:
             known = block.rows >= store.ledger.base
             weights[block.rows[known] - store.ledger.base] += block.batch.nbytes / len(block.rows)
+            living = store.ledger.alive(block.rows)
+            store.ledger.traits.note(block.rows[living], block.batch, block.places[living])
         numbers = np.array(sorted(units.urls), np.int64)
         share = np.cumsum(weights) / max(weights.sum(), 1)
         store.placement.settle(numbers[np.minimum((share * len(numbers)).astype(np.int64), len(numbers) - 1)])
@@ -387,9 +415,30 @@ class PlacedStore(Store):
             self.placement.free(rows, self.ledger.base)
 
     def lose(self, unit: int) -> None:
-        """Drop the rows of a unit that has died."""
-        self.ledger.drop(self.placement.on(unit), LOST)
+        """Have the rows of a unit that has died made anew, or drop them if nobody can."""
+        rows = self.placement.on(unit)
+        rows = rows[self.ledger.alive(rows)]
         self.placement.sizes.pop(unit, None)
+        again = self._units.recompute(self.name, list(self.schema.columns)) if len(rows) else ()
+        if not again:
+            self.ledger.drop(rows, LOST)
+            return
+        self.ledger.lose(rows, list(again))
+        self._homeless = np.concatenate([self._homeless, rows])
+        self.rehome()
+
+    def rehome(self) -> None:
+        """Give rows that are on no unit to one, with their identity, which is known here."""
+        unit = self._units.best()
+        rows, self._homeless = self._homeless, np.empty(0, np.int64) if unit else self._homeless
+        rows = rows[self.ledger.alive(rows)]
+        if unit and len(rows):
+            identity = {name: self.ledger.traits.priority(Choice(priority=name), rows) for name in _TOLD}
+            cells = {name: wire.pack(values.astype(np.int64)) for name, values in identity.items()}
+            cells["group_id"] = wire.pack(self.ledger.groups.ids(rows))
+            self.placement.move(rows, unit, 8 * (len(cells) + 1) * len(rows) + 8)
+            self._units.tell(unit, Adopt(self.name, wire.pack(rows), cells))
+            self.ledger.write(rows, self.schema.mask(list(IDENTITY)))
 
 
 @dataclass(slots=True)
@@ -491,9 +540,20 @@ class PlacedDesk(Desk):
             self._held.difference_update(over)
             self._units.broadcast(Unhold(over))
 
+    def leave(self, session: int, lost: bool) -> list[int]:
+        """End a session, and what a unit of it would have written."""
+        for parts in self._writes.values():
+            parts.tickets = [each for each in parts.tickets if each[0].session != session]
+        return super().leave(session, lost)
+
     def lose(self, unit: int) -> None:
         """Hear that a unit has died."""
         self.store.lose(unit)
+        self.advance()
+
+    def rehome(self) -> None:
+        """Hear that a unit has joined."""
+        self.store.rehome()
         self.advance()
 
     def close(self, error: Callable[[], StorageError]) -> None:

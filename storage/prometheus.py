@@ -21,6 +21,8 @@ def _lines(status: QueueStatus) -> Iterator[str]:
     yield from _metric("failed", "gauge", "1 if the queue has failed", [({}, status.failed is not None)])
     yield from _metric("rows", "gauge", "Live rows", [({"table": name}, table.rows) for name, table in tables])
     yield from _metric("bytes", "gauge", "Bytes of cells", [({"table": name}, table.bytes) for name, table in tables])
+    units = [({"unit": url}, float(held)) for url, held in status.units.items()]
+    yield from _metric("unit_bytes", "gauge", "Bytes of cells that a storage unit holds", units)
     sealed = [({"table": name}, float(table.sealed)) for name, table in tables]
     yield from _metric("sealed", "gauge", "1 if the table takes no new rows", sealed)
     for state, meaning in (("waiting", "ready, not leased"), ("leased", "leased"), ("blocked", "lack columns")):

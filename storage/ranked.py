@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncflow.storage.rolling import Rolling
-from asyncflow.storage.sampler import READY, Picked, Statuses, Wish
+from asyncflow.storage.sampler import BLOCKED, READY, Picked, Statuses, Wish
 from asyncflow.types import Float64s, Int64s
 
 
@@ -30,6 +30,12 @@ class Run:
         """Return the first that are left."""
         part = slice(self.start, self.start + count)
         return Run(self.keys[part], self.ids[part])
+
+    def without(self, ids: Int64s) -> "Run":
+        """Return those that are left but for some."""
+        left = self.head(len(self))
+        stay = ~np.isin(left.ids, ids)
+        return Run(left.keys[stay], left.ids[stay])
 
 
 class Ranked:
@@ -55,6 +61,8 @@ class Ranked:
         self._ready.put(rows, after == READY)
         if after == READY and len(rows):
             self._push(Run(-self._key(rows), rows))
+        elif after == BLOCKED:  # they come again, perhaps with another key
+            self._runs = [run.without(rows) for run in self._runs]
 
     def _push(self, run: Run) -> None:
         run = _sorted([run])

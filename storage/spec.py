@@ -66,6 +66,8 @@ class TaskSpec:
     lease_seconds: float = 600.0
     durable: bool = False
     choice: Choice = PLAIN
+    repairs: bool = False
+    """Whether it gets only rows whose cells were lost, to write them anew; all others are done from the start."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -78,6 +80,10 @@ class TaskSpec:
             raise SchemaError(f"task {name!r}: no sampler {self.sampler!r}; there are {', '.join(SAMPLERS)}")
         if self.max_attempts < 1 or not self.lease_seconds > 0:
             raise SchemaError(f"task {name!r}: max_attempts and lease_seconds must be positive")
+        if self.repairs and (self.needs or self.durable):
+            raise SchemaError(
+                f"task {name!r} repairs rows that have lost their cells: it reads none, and is not durable"
+            )
         takes, needs = _TAKES[self.sampler]
         given = {field for field in Choice.__struct_fields__ if getattr(self.choice, field) != getattr(PLAIN, field)}
         for what, fields in (("does not use", given - takes), ("needs", needs - given)):

@@ -76,3 +76,5 @@ class QueueStatus(msgspec.Struct, frozen=True):
     clients: int
     """Connected processes beside the one that holds the queue."""
     failed: str | None
+    units: dict[str, int] = {}
+    """Bytes of the cells that each storage unit holds, by its address."""

@@ -43,6 +43,7 @@ class Traits:
     def load(self, traits: list[TraitImage], base: int, stop: int) -> None:
         """Stand as an image says, for rows from `base` to `stop`."""
         self._base, self._stop = base, stop
+        self._kept.clear()
         for trait in traits:
             values = self._kept[trait.what, trait.column] = Rolling(np.float64)
             values.load(trait.values, base)

@@ -101,6 +101,7 @@ class DeclareTask(Message, tag="declare_task"):
     lease_seconds: float = 600.0
     durable: bool = False
     choice: Choice = PLAIN
+    repairs: bool = False
 
 
 class OpenStream(Message, tag="open_stream"):

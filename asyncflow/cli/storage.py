@@ -40,6 +40,7 @@ def unit(queue: str, url: str) -> int:
     from asyncflow.storage.host import serve_unit
 
     ended = threading.Event()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # who starts it may have blocked them
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
@@ -71,6 +72,7 @@ def describe(url: str, status: QueueStatus) -> str:
     lines = [f"queue {url}: {status.clients - 1} other clients, {status.streams} streams"]
     if status.failed is not None:
         lines.append(f"failed: {status.failed.rstrip()}")
+    lines += [f"unit {unit}: {_size(held)}" for unit, held in status.units.items()]
     for name, table in status.tables.items():
         lines.append(f"table {name}: {table.rows} rows, {_size(table.bytes)}{', sealed' if table.sealed else ''}")
         lines += _table(table)
