@@ -1,9 +1,10 @@
-"""`asyncflow storage start` and `asyncflow storage inspect`: serve a queue, and look at one."""
+"""`asyncflow storage start`, `inspect` and `keys`: serve a queue, look at one, and let other hosts in."""
 
 import signal
 import sys
+from pathlib import Path
 
-from asyncflow.errors import QueueClosed, StorageError, WaitTimeout
+from asyncflow.errors import MissingDependency, QueueClosed, StorageError, WaitTimeout
 from asyncflow.storage import TransferQueue
 from asyncflow.storage.prometheus import exposition
 from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
@@ -11,33 +12,45 @@ from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
 FAILED, USAGE = 1, 2
 
 
-def start(url: str) -> int:
+def start(url: str, keys: Path | None) -> int:
     """Serve an empty queue until Ctrl-C or SIGTERM; print its address once it accepts."""
     ends = {signal.SIGINT, signal.SIGTERM}
     # Blocked before any thread is made, so that no signal is lost and only `sigwait` sees one.
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     with TransferQueue.open() as queue:
         try:
-            address = queue.serve(url)
-        except StorageError as error:
+            address = queue.serve(url, keys)
+        except (StorageError, MissingDependency) as error:
             return _refused(error)
         print(address, flush=True)
         signal.sigwait(ends)
     return 0
 
 
-def inspect(url: str, *, prometheus: bool, timeout: float) -> int:
+def inspect(url: str, *, keys: Path | None, prometheus: bool, timeout: float) -> int:
     """Print how a queue stands."""
     try:
-        with TransferQueue.open(url, timeout) as queue:
+        with TransferQueue.open(url, timeout, keys) as queue:
             status = queue.status()
-    except StorageError as error:
+    except (StorageError, MissingDependency) as error:
         return _refused(error)
     sys.stdout.write(exposition(status) if prometheus else describe(url, status))
     return 0
 
 
-def _refused(error: StorageError) -> int:
+def keys(folder: Path, client: str) -> int:
+    """Write keys, and say where they go."""
+    from asyncflow.storage.keys import create
+
+    try:
+        own = create(folder, client)
+    except (StorageError, MissingDependency) as error:
+        return _refused(error)
+    sys.stdout.write(f"{folder / 'server'}: stays on the host of the queue\n{own}: goes to hosts that use the queue\n")
+    return 0
+
+
+def _refused(error: StorageError | MissingDependency) -> int:
     sys.stderr.write(f"{error}\n")
     return FAILED if isinstance(error, WaitTimeout | QueueClosed) else USAGE
 
