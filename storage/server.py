@@ -314,6 +314,8 @@ _OPTIONS = {
     zmq.MAXMSGSIZE: MAX_FRAME + OVERHEAD,
     zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
     zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+    # libzmq sends no heartbeat, and so misses none, while data is stuck in the socket: then the kernel gives up.
+    zmq.TCP_MAXRT: SILENCE_MS,
 }
 
 
