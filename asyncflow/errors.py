@@ -19,6 +19,7 @@
         ├── CapacityExceeded (RuntimeError)  one put is larger than the whole table may be
         ├── QueueClosed (RuntimeError)     the queue, table or stream was closed
         ├── QueueFailed (RuntimeError)     a producer failed; carries its error
+        ├── AccessDenied (PermissionError)  keys that are missing, or that the other end does not know
         ├── WireError (ValueError)         a message that is malformed, oversized or unknown
         └── WaitTimeout (TimeoutError)     a bounded wait ended; names who waited for what
 
@@ -124,6 +125,10 @@ class QueueClosed(StorageError, RuntimeError):
 
 class QueueFailed(StorageError, RuntimeError):
     """A producer failed, and every waiting consumer learns of it with this error."""
+
+
+class AccessDenied(StorageError, PermissionError):
+    """Keys are missing, or the other end of a connection does not know them."""
 
 
 class WireError(StorageError, ValueError):

@@ -29,13 +29,13 @@ from asyncflow.types import Int64s
 R = TypeVar("R")
 
 
-async def connect(url: str, timeout: float = TIMEOUT) -> "AsyncQueue":
+async def connect(url: str, timeout: float = TIMEOUT, keys: str | os.PathLike[str] | None = None) -> "AsyncQueue":
     """Reach a queue that is served, or make one in this process (`embedded://`), without holding up the loop."""
     opened: deque[client.TransferQueue] = deque()
     given_up = threading.Event()
 
     def opening() -> None:
-        opened.append(client.TransferQueue.open(url, timeout))
+        opened.append(client.TransferQueue.open(url, timeout, keys))
         if given_up.is_set():
             _close(opened)
 

@@ -38,6 +38,9 @@ _LEAST = 4 << 20
 _SPARE = 512 << 20
 """Bytes of segments that are kept for the next writer; more are let go."""
 _POPULATE_WRITE = 23
+_PROOF = 16
+_CHALLENGES = 4096
+"""How many sessions may be greeted at once."""
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 Bytes = npt.NDArray[np.uint8]
@@ -195,6 +198,21 @@ class Arena:
                 self._drop(self._free)
             return self.name
 
+    def challenge(self, session: int) -> tuple[int, bytes] | None:
+        """Write what nobody can know into the file of the arena, and return place and bytes; None if nothing is shared.
+
+        A name alone proves little: a copy of the host, such as a machine made from its image, has the same files.
+        """
+        proof, at = secrets.token_bytes(_PROOF), session % _CHALLENGES * _PROOF
+        with self._lock:
+            if self._owner is None:
+                return None
+            try:
+                os.pwrite(self._owner, proof, at)
+            except OSError:  # no memory
+                return None
+        return at, proof
+
     def grant(self, nbytes: int, left: list[int], session: int) -> Slab | None:
         """Give a session a segment with room for so many bytes to write into; None if there is no memory for it.
 
@@ -334,9 +352,9 @@ class Window:
         self._ended: deque[int] = deque()
 
     @staticmethod
-    def visible(name: str) -> bool:
-        """Whether this process can map the segments of an arena: it is on the host, and of the user."""
-        return _known(name) and os.access(_path(name), os.R_OK | os.W_OK)
+    def visible(name: str, at: int, proof: bytes) -> bool:
+        """Whether this process can map the segments of an arena: it sees what the owner has just written there."""
+        return _known(name) and os.access(_path(name), os.R_OK | os.W_OK) and _at(_path(name), at, proof)
 
     def slab(self, number: int, *, writable: bool) -> Slab:
         """Map a segment; a WireError if there is none."""
@@ -411,6 +429,19 @@ def _available() -> int:
 
 def _known(name: str) -> bool:
     return len(name) == 16 and set(name) <= set("0123456789abcdef")
+
+
+def _at(path: Path, at: int, proof: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return len(proof) == _PROOF and os.pread(descriptor, _PROOF, at) == proof
+    except (OSError, OverflowError):
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _path(name: str, number: int | None = None) -> Path:

@@ -43,19 +43,25 @@ class TransferQueue:
         self._link = link
 
     @classmethod
-    def open(cls, url: str = "embedded://", timeout: float = TIMEOUT) -> "TransferQueue":
-        """Make a queue in this process (`embedded://`), or reach one that is served (`ipc://…`, `tcp://…`)."""
+    def open(
+        cls, url: str = "embedded://", timeout: float = TIMEOUT, keys: str | os.PathLike[str] | None = None
+    ) -> "TransferQueue":
+        """Make a queue in this process (`embedded://`), or reach one that is served (`ipc://…`, `tcp://…`).
+
+        `keys` is a folder that `asyncflow storage keys` has written, for a queue that is served with keys. Beyond
+        this host's loopback it must be there, and may also be named by the environment variable ASYNCFLOW_KEYS.
+        """
         if url == "embedded://":
             return cls(EmbeddedLink())
         if url.startswith(("ipc://", "tcp://")):
             from asyncflow.storage.remote import RemoteLink  # brings the sockets, which an embedded queue never needs
 
-            link = RemoteLink(url, timeout)
+            link = RemoteLink(url, timeout, keys)
             if not link.units:
                 return cls(link)
             from asyncflow.storage.cluster import ClusterLink
 
-            return cls(ClusterLink(link, timeout))
+            return cls(ClusterLink(link, timeout, keys))
         raise StorageError(f"{url!r} is no address of a queue: embedded://, ipc:///path or tcp://127.0.0.1:port")
 
     @classmethod
@@ -79,9 +85,13 @@ class TransferQueue:
         """The address that this queue was opened with."""
         return self._link.url
 
-    def serve(self, url: str) -> str:
-        """Let other processes of this host open the queue; return the address, with the port that tcp got."""
-        return self._link.serve(url)
+    def serve(self, url: str, keys: str | os.PathLike[str] | None = None) -> str:
+        """Let other processes open the queue; return the address, with the port that tcp got.
+
+        With `keys`, only clients whose key the folder has. Beyond this host's loopback they must be there, as for
+        `open`; an address that means all of this host is returned as one that others may find it at.
+        """
+        return self._link.serve(url, keys)
 
     def create_table(
         self, name: str, schema: Schema, max_rows: int | None = None, max_bytes: int | None = None

@@ -18,6 +18,7 @@ from asyncflow.errors import LeaseLost, QueueClosed, RowGone, SchemaError, Stora
 from asyncflow.storage import wire
 from asyncflow.storage.arena import Writer
 from asyncflow.storage.batch import Batch
+from asyncflow.storage.keys import Folder
 from asyncflow.storage.link import Pending
 from asyncflow.storage.memory import keep
 from asyncflow.storage.orders import AskUnits, Fetch, Locate, Measured, Note, Placed, Places, Stage, UnitList, Watch
@@ -75,9 +76,9 @@ class Scattered:
 class ClusterLink:
     """A connection to a controller and to its units."""
 
-    def __init__(self, control: RemoteLink, timeout: float) -> None:
+    def __init__(self, control: RemoteLink, timeout: float, keys: Folder | None = None) -> None:
         self.url = control.url
-        self._control, self._timeout = control, timeout
+        self._control, self._timeout, self._keys = control, timeout, keys
         self._lock = threading.Lock()
         self._units: dict[int, RemoteLink] = {}
         self._best = 0
@@ -287,7 +288,7 @@ class ClusterLink:
                     self._units.pop(number).close()
             for number, url in reply.units.items():
                 if number not in self._units:
-                    self._units[number] = RemoteLink(url, self._timeout)
+                    self._units[number] = RemoteLink(url, self._timeout, self._keys)
             self._best = reply.next
 
     def _unit(self, number: int) -> RemoteLink:
@@ -304,9 +305,9 @@ class ClusterLink:
         """Return the writer of the unit that the next put goes to."""
         return self._unit(self._best).writer()
 
-    def serve(self, url: str) -> str:
+    def serve(self, url: str, keys: Folder | None = None) -> str:
         """Refuse: only the process that holds a queue can serve it."""
-        return self._control.serve(url)
+        return self._control.serve(url, keys)
 
     def close(self) -> None:
         """Leave; idempotent."""

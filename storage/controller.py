@@ -311,10 +311,10 @@ class Controller:
     def _write(self, ticket: Ticket, cut: snapshot.Cut, folder: Path, urls: list[str]) -> None:
         outcome: Outcome = OK
         try:
-            if urls:
+            if self.units is not None and urls:
                 from asyncflow.storage.moving import collected  # brings the sockets
 
-                with collected(cut, urls) as whole:
+                with collected(cut, urls, self.units.keys) as whole:
                     snapshot.write(whole, folder)
             else:
                 snapshot.write(cut, folder)

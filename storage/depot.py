@@ -18,6 +18,7 @@ from asyncflow.storage import wire
 from asyncflow.storage.arena import Arena
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.intake import Intake, blank, check_write, taken
+from asyncflow.storage.keys import Folder
 from asyncflow.storage.link import Pending
 from asyncflow.storage.orders import (
     Admit,
@@ -85,7 +86,14 @@ class Depot:
 
     placed = False
 
-    def __init__(self, controller: str, url: str, timeout: float, over: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        controller: str,
+        url: str,
+        timeout: float,
+        over: threading.Event | None = None,
+        keys: Folder | None = None,
+    ) -> None:
         """Join the queue at `controller`, and serve clients at `url`; `over` is set when the controller is gone."""
         self._lock = threading.RLock()
         self._shelves: dict[str, Shelf] = {}
@@ -100,12 +108,12 @@ class Depot:
         self._joined = threading.Event()
         self.over = threading.Event() if over is None else over
         self._failure: StorageError | None = None
-        self._upstream = RemoteLink(controller, timeout)
+        self._upstream = RemoteLink(controller, timeout, keys)
         self._arena = Arena()
         try:
             with suppress(OSError):  # without shared memory everything crosses the socket
                 self._arena.share()
-            self._server = Server(self, url, self._arena, self._arena.writer(self.join()))
+            self._server = Server(self, url, self._arena, self._arena.writer(self.join()), keys)
         except StorageError:
             self._upstream.close()
             self._arena.close()

@@ -35,12 +35,13 @@ class Host:
         units: int,
         restore: Path | None = None,
         recompute: Recompute | None = None,
+        keys: Path | None = None,
         timeout: float = START,
     ) -> None:
         """Serve at `url` once so many units have joined, with the tables of a snapshot if one is named."""
         if units < 1:
             raise StorageError(f"a queue with storage units has at least one, not {units}")
-        self._units = Units(recompute)
+        self._units, self._keys = Units(recompute, keys), keys
         controller = Controller(units=self._units)
         self._link = EmbeddedLink(controller)
         self._lock = threading.Lock()
@@ -48,7 +49,7 @@ class Host:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watches: list[threading.Thread] = []
         try:
-            self.url = self._link.serve(url)
+            self.url = self._link.serve(url, keys)
             for number in range(units):
                 watch = threading.Thread(target=self._keep, args=(number,), name="asyncflow-unit", daemon=True)
                 self._watches.append(watch)
@@ -57,7 +58,7 @@ class Host:
             if restore is not None:
                 from asyncflow.storage import moving
 
-                moving.restore(controller, self._units, restore)
+                moving.restore(controller, self._units, restore, keys)
         except BaseException:
             self.close()
             raise
@@ -75,7 +76,7 @@ class Host:
             with self._lock:
                 if self._ending:
                     return
-                process = subprocess.Popen(_command(self.url, f"{self.url}.{number}"), stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(_command(self.url, number, self._keys), stdin=subprocess.DEVNULL)
                 self._processes.append(process)
             started.append(time.monotonic())
             code = process.wait()
@@ -109,14 +110,16 @@ class Host:
         self.close()
 
 
-def _command(controller: str, url: str) -> list[str]:
-    at = url if url.startswith("ipc://") else "tcp://127.0.0.1:*"
-    return [sys.executable, "-m", "asyncflow", "storage", "unit", controller, "--url", at]
+def _command(controller: str, number: int, keys: Path | None) -> list[str]:
+    # Beside the controller, and for the same clients: at its path, or at any port of its interface.
+    at = f"{controller}.{number}" if controller.startswith("ipc://") else f"{controller.rpartition(':')[0]}:*"
+    command = [sys.executable, "-m", "asyncflow", "storage", "unit", controller, "--url", at]
+    return command if keys is None else [*command, "--keys", str(keys)]
 
 
-def serve_unit(controller: str, url: str, ended: threading.Event) -> None:
+def serve_unit(controller: str, url: str, keys: Path | None, ended: threading.Event) -> None:
     """Be a unit of a queue until the queue is over, or `ended` is set by somebody."""
-    depot = Depot(controller, url, START, ended)
+    depot = Depot(controller, url, START, ended, keys)
     try:
         ended.wait()
     finally:

@@ -9,6 +9,7 @@ a read of a field that is not there fails, indexes are never used again, and wai
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -407,11 +408,11 @@ _client: Client | None = None
 _opening = threading.Lock()
 
 
-def init(conf: Any = None, url: str = "embedded://") -> Any:
+def init(conf: Any = None, url: str = "embedded://", keys: str | os.PathLike[str] | None = None) -> Any:
     """Reach the queue at `url`, or make it and serve it there; return `conf`. Again, it changes nothing.
 
     Of `conf` only `controller.polling_mode` counts: `get_meta` then returns an empty batch instead of waiting.
-    The queue lives as long as the process that was first.
+    The queue lives as long as the process that was first. `keys` are those of `TransferQueue.open` and `serve`.
     """
     global _client
     controller = conf.get("controller", {}) if conf else {}
@@ -421,20 +422,20 @@ def init(conf: Any = None, url: str = "embedded://") -> Any:
         raise StorageError(f"sampler {name}: rows come in order here; Table.task(sampler='group') hands out groups")
     with _opening:
         if _client is None:
-            _client = Client(_reach(url), bool(controller.get("polling_mode", False)))
+            _client = Client(_reach(url, keys), bool(controller.get("polling_mode", False)))
     return conf
 
 
-def _reach(url: str) -> TransferQueue:
+def _reach(url: str, keys: str | os.PathLike[str] | None) -> TransferQueue:
     queue = TransferQueue.open()
     if url == "embedded://":
         return queue
     try:
-        queue.serve(url)
+        queue.serve(url, keys)
     except StorageError:
         # Another process was first, or it is an address of another host.
         queue.close()
-        return TransferQueue.open(url)
+        return TransferQueue.open(url, keys=keys)
     return queue
 
 

@@ -4,6 +4,7 @@ Both speak the messages of `wire`; embedded, they are passed as they are. Every 
 passes the wait is cancelled, and the controller's own answer, which says what was awaited, ends it.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -98,7 +99,7 @@ class Link(Protocol):
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
         """Send a request; the caller may go on using the memory of the batch."""
 
-    def serve(self, url: str) -> str:
+    def serve(self, url: str, keys: "str | os.PathLike[str] | None" = None) -> str:
         """Let others reach this controller, and return the address."""
 
     def writer(self) -> Writer:
@@ -127,15 +128,15 @@ class EmbeddedLink:
         pending.cancel = partial(self._controller.cancel, ticket)
         return pending
 
-    def serve(self, url: str) -> str:
-        """Let other processes of this host in at `url`."""
+    def serve(self, url: str, keys: "str | os.PathLike[str] | None" = None) -> str:
+        """Let other processes in at `url`."""
         if self._controller.closed:
             raise QueueClosed(f"the queue is closed: it cannot be served at {url}")
         from asyncflow.storage.server import Server  # brings the sockets, which an embedded queue never needs
 
         with suppress(OSError):  # without shared memory everything crosses the socket
             self._arena.share()
-        server = Server(self._controller, url, self._arena, self._writer)
+        server = Server(self._controller, url, self._arena, self._writer, keys)
         self._servers.append(server)
         return server.url
 

@@ -50,7 +50,8 @@ class Loader:
 
     `rows`, `groups`, `partial` and `whole` are those of `Table.stream`. `make` turns a batch into what the loop
     gets; it runs in the workers, so that it must be a function of a module where they are not forked.
-    `timeout` is how long a batch may be waited for, in seconds (WaitTimeout).
+    `timeout` is how long a batch may be waited for, in seconds (WaitTimeout). `keys` are those of
+    `TransferQueue.open`; a relative folder is looked for where each process runs.
     """
 
     url: str
@@ -62,6 +63,7 @@ class Loader:
     whole: bool = False
     make: Callable[[Batch], Any] | None = None
     timeout: float = TIMEOUT
+    keys: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("ipc://", "tcp://")):
@@ -86,7 +88,7 @@ class Loader:
 
         Leases that came from `workers` have a batch without columns.
         """
-        with TransferQueue.open(self.url) as queue:
+        with self.open() as queue:
             table = queue.table(self.table)
             for handed in self._handed(queue) if workers is None else workers:
                 if not isinstance(handed, Handed) or not isinstance(handed.rows, bytes):
@@ -94,6 +96,10 @@ class Loader:
                 if handed.rows:
                     rows = wire.unpack(handed.rows)
                     yield handed.value, table.adopt(handed.lease, rows, handed.attempt)
+
+    def open(self) -> TransferQueue:
+        """Reach the queue."""
+        return TransferQueue.open(self.url, keys=self.keys)
 
     def dataset(self) -> "IterableDataset[Handed]":
         """Return the data set of a DataLoader with `batch_size=None`, whose batches go through `batches`."""
@@ -154,7 +160,7 @@ def _dataset_type() -> "Callable[[Loader], IterableDataset[Handed]]":
         def __iter__(self) -> Iterator[Handed]:
             # The connection outlives the iteration: with it would go the leases that the loop has not ended yet.
             if os.getpid() not in self._queues:
-                queue = self._queues[os.getpid()] = TransferQueue.open(self._loader.url)
+                queue = self._queues[os.getpid()] = self._loader.open()
                 weakref.finalize(self, queue.close)
             return self._loader._handed(self._queues[os.getpid()])
 

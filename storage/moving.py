@@ -14,6 +14,7 @@ import numpy as np
 from asyncflow.errors import StorageError
 from asyncflow.storage import snapshot, wire
 from asyncflow.storage.controller import Controller
+from asyncflow.storage.keys import Folder
 from asyncflow.storage.orders import Load, Take, Taken
 from asyncflow.storage.placed import PlacedStore, Units
 from asyncflow.storage.remote import RemoteLink
@@ -24,7 +25,7 @@ _TIMEOUT = 60.0
 
 
 @contextmanager
-def collected(cut: snapshot.Cut, urls: list[str]) -> Iterator[snapshot.Cut]:
+def collected(cut: snapshot.Cut, urls: list[str], keys: Folder | None = None) -> Iterator[snapshot.Cut]:
     """Return a cut with the blocks that the units hold, which are fetched as they are asked for."""
     with ExitStack() as links:
         units = [links.enter_context(closing(RemoteLink(url, _TIMEOUT))) for url in urls]
@@ -49,7 +50,7 @@ def _block(unit: RemoteLink, request: Take) -> Block | None:
     return block
 
 
-def restore(controller: Controller, units: Units, folder: Path) -> None:
+def restore(controller: Controller, units: Units, folder: Path, keys: Folder | None = None) -> None:
     """Spread a snapshot over the units that have joined, and let the controller go on with it."""
     if not units.urls:
         raise StorageError(f"{folder} cannot be restored: no storage unit has joined")

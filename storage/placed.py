@@ -17,6 +17,7 @@ from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.desk import OK, Desk
 from asyncflow.storage.intake import check_groups
+from asyncflow.storage.keys import Folder
 from asyncflow.storage.ledger import Grant, listed
 from asyncflow.storage.orders import (
     Admit,
@@ -81,8 +82,9 @@ class Post:
 class Units:
     """The storage units of one controller."""
 
-    def __init__(self, recompute: "Recompute | None" = None) -> None:
-        """Without a `recompute`, rows of a unit that has died are dropped."""
+    def __init__(self, recompute: "Recompute | None" = None, keys: Folder | None = None) -> None:
+        """Without a `recompute`, rows of a unit that has died are dropped; `keys` are for units on other hosts."""
+        self.keys = keys
         self.recompute: Recompute = recompute or _nobody
         self._posts: dict[int, Post] = {}
         self._turn = 0

@@ -14,12 +14,13 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncflow.errors import QueueClosed, StorageError, WaitTimeout, WireError
+from asyncflow.errors import MissingDependency, QueueClosed, StorageError, WaitTimeout, WireError
 from asyncflow.storage import wire
-from asyncflow.storage.address import check_port
+from asyncflow.storage.address import check_port, six
 from asyncflow.storage.arena import Slab, Window, Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.frames import MAX_FRAME
+from asyncflow.storage.keys import OVERHEAD, Folder, chosen, lock, refusal
 from asyncflow.storage.link import GRACE, Heard, Pending
 from asyncflow.storage.memory import ClientMemory
 from asyncflow.storage.server import HEARTBEAT_MS, LINGER_MS, MAX_GRANT, SILENCE_MS
@@ -29,8 +30,9 @@ from asyncflow.storage.ticket import Outcome
 class RemoteLink:
     """A connection to a controller that is served at `url`."""
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, keys: Folder | None = None) -> None:
         check_port(url, any_port=False)
+        self._keys = chosen(url, keys)
         self.url = url
         self.peer = f"the queue at {url}"
         self._numbers = itertools.count(1)
@@ -47,20 +49,26 @@ class RemoteLink:
         self._wake = os.eventfd(0)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self._connect(url)
         self._thread = threading.Thread(target=self._loop, name="asyncflow-client", daemon=True)
         self._thread.start()
         self._greet(timeout)
 
     def _connect(self, url: str) -> None:
+        self._socket.setsockopt(zmq.IPV6, six(url))
         for option, value in _OPTIONS.items():
             self._socket.setsockopt(option, value)
         try:
+            if self._keys is not None:
+                lock(self._socket, self._keys)
             self._socket.connect(url)
         except zmq.ZMQError as error:
             self._free()
             raise StorageError(f"{url}: {error}") from error
+        except (StorageError, MissingDependency):
+            self._free()
+            raise
 
     def _greet(self, timeout: float) -> None:
         pending = self.send(wire.Hello())
@@ -73,7 +81,7 @@ class RemoteLink:
             self._stop(QueueClosed("the connection was closed"))
             raise
         self.units = isinstance(welcome, wire.Welcome) and welcome.units
-        if isinstance(welcome, wire.Welcome) and welcome.arena is not None and Window.visible(welcome.arena):
+        if isinstance(welcome, wire.Welcome) and Window.visible(welcome.arena, welcome.at, welcome.proof):
             self._window = Window(welcome.arena)
             self._post(wire.encode_call(next(self._numbers), wire.Map(), None))
 
@@ -149,7 +157,7 @@ class RemoteLink:
         """Why the connection is over, if it is."""
         return self._ended
 
-    def serve(self, url: str) -> str:
+    def serve(self, url: str, keys: Folder | None = None) -> str:
         """Refuse: only the process that holds a queue can serve it."""
         raise StorageError(f"{self.url} is served by another process: only the one that holds a queue can serve it")
 
@@ -176,14 +184,27 @@ class RemoteLink:
             ready = dict(poller.poll())
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            while self._outbox:
-                self._socket.send_multipart(self._outbox.popleft(), copy=False)
+            self._send_out()
             # Answers first: what was sent before the end of a connection still counts.
             while self._ended is None and self._socket.poll(0):
                 self._receive()
-            if self._events in ready and recv_monitor_message(self._events)["event"] == zmq.EVENT_DISCONNECTED:
-                self._end(QueueClosed(f"{self.peer} is gone: the connection broke"))
+            if self._events in ready:
+                self._watch()
         self._free()
+
+    def _watch(self) -> None:
+        event = int(recv_monitor_message(self._events)["event"])
+        if event & _REFUSED:
+            self._end(refusal(self.peer, self._keys, event))
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._end(QueueClosed(f"{self.peer} is gone: the connection broke"))
+
+    def _send_out(self) -> None:
+        # A socket that was refused takes nothing any more, and would block: the event that tells so ends the loop.
+        with suppress(zmq.Again):
+            while self._outbox:
+                self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK, copy=False)
+                self._outbox.popleft()
 
     def _receive(self) -> None:
         parts = self._socket.recv_multipart(copy=False)
@@ -224,11 +245,13 @@ def _segment(reply: wire.Reply) -> int | None:
     return reply.segment if isinstance(reply, wire.Granted) else None
 
 
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OPTIONS = {
     zmq.LINGER: 0,
     zmq.SNDHWM: 0,
     zmq.RCVHWM: 0,
-    zmq.MAXMSGSIZE: MAX_FRAME,
+    zmq.MAXMSGSIZE: MAX_FRAME + OVERHEAD,
     zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
     zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+    zmq.TCP_MAXRT: SILENCE_MS,
 }

@@ -1,4 +1,4 @@
-"""Lets other processes of this host use a controller: one thread that owns a ROUTER socket.
+"""Lets other processes use a controller: one thread that owns a ROUTER socket.
 
 It reads requests, hands them to the controller and sends answers as they are completed, from whatever thread;
 it never waits inside a request. A message that cannot be read gets an error reply and harms nobody.
@@ -21,19 +21,19 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncflow.errors import StorageError, WireError
+from asyncflow.errors import MissingDependency, StorageError, WireError
 from asyncflow.storage import wire
-from asyncflow.storage.address import check_port
+from asyncflow.storage.address import check_port, reachable, six
 from asyncflow.storage.arena import Arena, Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.frames import MAX_FRAME
+from asyncflow.storage.keys import OVERHEAD, Folder, Gate, chosen
 from asyncflow.storage.memory import OwnerMemory
 from asyncflow.storage.ticket import Answer, Outcome, Ticket, gathered
 from asyncflow.storage.unit import Cells
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 HEARTBEAT_MS = 5_000
 SILENCE_MS = 20_000
 LINGER_MS = 1_000
@@ -75,10 +75,11 @@ class Served(Protocol):
 class Server:
     """Serves a controller or a unit at one address until it is closed."""
 
-    def __init__(self, controller: Served, url: str, arena: Arena, writer: Writer) -> None:
+    def __init__(self, controller: Served, url: str, arena: Arena, writer: Writer, keys: Folder | None = None) -> None:
         self._controller, self._arena, self._writer = controller, arena, writer
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._gate: Gate | None = None
         self._events = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._wake = os.eventfd(0)
         self._outbox: deque[tuple[bytes, int, Outcome | list[wire.Buffer]]] = deque()
@@ -89,12 +90,19 @@ class Server:
         self._stopping = False
         self._lock = threading.Lock()
         try:
+            self._guard(url, keys)
             self.url = _bind(self._socket, url)
-        except StorageError:
+        except (StorageError, MissingDependency):
             self._free()
             raise
         self._thread = threading.Thread(target=self._loop, name="asyncflow-server", daemon=True)
         self._thread.start()
+
+    def _guard(self, url: str, keys: Folder | None) -> None:
+        _check(url)
+        folder = chosen(url, keys)
+        if folder is not None:
+            self._gate = Gate(self._context, self._socket, folder)
 
     def close(self) -> None:
         """Send what is still to be sent, and leave; idempotent."""
@@ -108,10 +116,14 @@ class Server:
         poller = zmq.Poller()
         for source in (self._socket, self._events, self._wake):
             poller.register(source, zmq.POLLIN)
+        if self._gate is not None:
+            poller.register(self._gate.socket, zmq.POLLIN)
         while not self._stopping:
             ready = dict(poller.poll())
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+            if self._gate is not None and self._gate.socket in ready:
+                self._gate.answer()
             self._watch()
             if self._socket in ready:
                 self._receive()
@@ -127,6 +139,8 @@ class Server:
         self._socket.disable_monitor()
         self._events.close(0)
         self._socket.close(LINGER_MS)
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def _watch(self) -> None:
@@ -222,8 +236,13 @@ class Server:
         # One that has died before its first message was read must not stay as a client for ever.
         if descriptor in self._connected and name not in self._peers:
             self._peers[name] = Peer(self._controller.join(), descriptor)
-        welcome = wire.Welcome(self._arena.name if self._arena.shared else None, self._controller.placed)
-        self._reply(name, call.call, (welcome, None))
+        self._reply(name, call.call, (self._welcomed(self._peers.get(name)), None))
+
+    def _welcomed(self, peer: Peer | None) -> wire.Welcome:
+        """Tell a client where the arena is, and what it finds there if it is the same memory."""
+        challenge = None if peer is None else self._arena.challenge(peer.session)
+        where = ("", 0, b"") if challenge is None else (self._arena.name, *challenge)
+        return wire.Welcome(*where, self._controller.placed)
 
     def _reply(self, name: bytes, number: int, outcome: Outcome) -> None:
         """Queue an answer; called from any thread, also under the controller's lock."""
@@ -283,16 +302,18 @@ class _Numbered(msgspec.Struct):
     call: int
 
 
-def _bind(router: "zmq.Socket[bytes]", url: str) -> str:
-    """Bind to ipc or loopback and return the address; anything else would be open to the network."""
-    scheme, _, place = url.partition("://")
-    if scheme == "tcp" and place.rpartition(":")[0] not in LOOPBACK:
-        raise StorageError(f"{url}: only ipc:// and tcp on {', '.join(LOOPBACK)} may be served")
-    if scheme not in ("ipc", "tcp"):
+def _check(url: str) -> None:
+    if not url.startswith(("ipc://", "tcp://")):
         raise StorageError(f"{url}: an address to serve at is ipc:///path or tcp://127.0.0.1:port")
+    check_port(url, any_port=True)
+
+
+def _bind(router: "zmq.Socket[bytes]", url: str) -> str:
+    """Bind and return the address at which clients find it."""
+    scheme, _, place = url.partition("://")
     if scheme == "ipc" and _taken(place):
         raise StorageError(f"{url}: another process serves there")
-    check_port(url, any_port=True)
+    router.setsockopt(zmq.IPV6, six(url))
     for option, value in _OPTIONS.items():
         router.setsockopt(option, value)
     try:
@@ -301,7 +322,7 @@ def _bind(router: "zmq.Socket[bytes]", url: str) -> str:
         raise StorageError(f"{url}: {error}") from error
     if scheme == "ipc":
         Path(place).chmod(0o600)
-    return router.getsockopt_string(zmq.LAST_ENDPOINT)
+    return reachable(router.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 _OPTIONS = {
@@ -309,9 +330,11 @@ _OPTIONS = {
     # Nothing is dropped at a high-water mark: what is under way is bounded by the calls that clients wait for.
     zmq.SNDHWM: 0,
     zmq.RCVHWM: 0,
-    zmq.MAXMSGSIZE: MAX_FRAME,
+    zmq.MAXMSGSIZE: MAX_FRAME + OVERHEAD,
     zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
     zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+    # libzmq sends no heartbeat, and so misses none, while data is stuck in the socket: then the kernel gives up.
+    zmq.TCP_MAXRT: SILENCE_MS,
 }
 
 

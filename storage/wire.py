@@ -19,7 +19,7 @@ from asyncflow.storage.spec import PLAIN, Choice
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_HEADER = 64 << 20
 
 Buffer: TypeAlias = bytes | memoryview
@@ -256,9 +256,11 @@ class Ok(Message, tag="ok"):
 
 
 class Welcome(Message, tag="welcome"):
-    """Answer to `hello`; the arena can be mapped by processes of the same host and user."""
+    """Answer to `hello`: the arena, for who finds the proof at a place of its file and so sees the same memory."""
 
-    arena: str | None = None
+    arena: str = ""
+    at: int = 0
+    proof: bytes = b""
     units: bool = False
     """Whether cells are held by units: puts and writes go there."""
 

@@ -1,4 +1,4 @@
-"""Subcommands: `run`, `resume`, `validate`, `schema`, `storage start`, `storage unit`, `storage inspect`.
+"""Subcommands: `run`, `resume`, `validate`, `schema`, `storage start`, `unit`, `inspect` and `keys`.
 
 Exit codes: 0 done, 1 the run failed, 2 the file or the arguments are wrong, 130 interrupted (a checkpoint is left).
 """
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 
 Files = Annotated[list[str], typer.Argument(help="Pipeline files (*.yaml), later ones win, and overrides key=value.")]
+Keys = Annotated[Path | None, typer.Option(help="Folder that `asyncflow storage keys` has written.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
 
 
@@ -66,37 +67,51 @@ app.add_typer(storage, name="storage")
 
 @storage.command()
 def start(
-    url: Annotated[str, typer.Option(help="Where to serve it: ipc:///path or tcp://127.0.0.1:port.")],
+    url: Annotated[str, typer.Option(help="Where to serve it: ipc:///path, tcp://127.0.0.1:port or, with keys, any.")],
+    keys: Keys = None,
     units: Annotated[int, typer.Option(min=0, max=255, help="Processes that hold the cells; 0: this one does.")] = 0,
     restore: Annotated[Path | None, typer.Option(help="Begin with the snapshot in this folder.")] = None,
 ) -> None:
     """Serve a queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
     from asyncflow.cli.storage import start as command
 
-    raise typer.Exit(command(url, units, restore))
+    raise typer.Exit(command(url, keys, units, restore))
 
 
 @storage.command()
 def unit(
     queue: Annotated[str, typer.Argument(help="Address of the queue.")],
     url: Annotated[str, typer.Option(help="Where clients reach the unit: ipc:///path or tcp://127.0.0.1:port.")],
+    keys: Keys = None,
 ) -> None:
     """Hold cells for a queue that was started with units, until it ends: one more unit, on this or another host."""
     from asyncflow.cli.storage import unit as command
 
-    raise typer.Exit(command(queue, url))
+    raise typer.Exit(command(queue, url, keys))
 
 
 @storage.command()
 def inspect(
     url: Annotated[str, typer.Argument(help="Address of the queue.")],
+    keys: Keys = None,
     prometheus: Annotated[bool, typer.Option("--prometheus", help="Print it in Prometheus' text format.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the queue.")] = 10.0,
 ) -> None:
     """Show tables, what each task has to do, and who waits for what: asyncflow storage inspect ipc:///tmp/queue."""
     from asyncflow.cli.storage import inspect as command
 
-    raise typer.Exit(command(url, prometheus=prometheus, timeout=timeout))
+    raise typer.Exit(command(url, keys=keys, prometheus=prometheus, timeout=timeout))
+
+
+@storage.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where to write them.")],
+    client: Annotated[str, typer.Option(help="Name of the client that is let in.")] = "client",
+) -> None:
+    """Write the keys of a queue that other hosts use, and of one client: asyncflow storage keys keys."""
+    from asyncflow.cli.storage import keys as command
+
+    raise typer.Exit(command(folder, client))
 
 
 @app.callback(invoke_without_command=True)

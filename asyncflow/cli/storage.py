@@ -1,4 +1,4 @@
-"""`asyncflow storage start`, `unit` and `inspect`: serve a queue, hold cells for one, and look at one."""
+"""`asyncflow storage start`, `unit`, `inspect` and `keys`: serve a queue, hold cells for one, look at one, let others in."""
 
 import signal
 import sys
@@ -6,7 +6,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
-from asyncflow.errors import QueueClosed, StorageError, WaitTimeout
+from asyncflow.errors import MissingDependency, QueueClosed, StorageError, WaitTimeout
 from asyncflow.storage import TransferQueue
 from asyncflow.storage.prometheus import exposition
 from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
@@ -14,7 +14,7 @@ from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
 FAILED, USAGE = 1, 2
 
 
-def start(url: str, units: int = 0, restore: Path | None = None) -> int:
+def start(url: str, keys: Path | None = None, units: int = 0, restore: Path | None = None) -> int:
     """Serve a queue until Ctrl-C or SIGTERM; print its address once it accepts."""
     ends = {signal.SIGINT, signal.SIGTERM}
     # Blocked before any thread is made, so that no signal is lost and only `sigwait` sees one.
@@ -24,18 +24,18 @@ def start(url: str, units: int = 0, restore: Path | None = None) -> int:
             if units:
                 from asyncflow.storage.host import Host
 
-                address = stack.enter_context(Host(url, units, restore)).url
+                address = stack.enter_context(Host(url, units, restore, keys=keys)).url
             else:
                 queue = TransferQueue.open() if restore is None else TransferQueue.restore(restore)
-                address = stack.enter_context(queue).serve(url)
+                address = stack.enter_context(queue).serve(url, keys)
             print(address, flush=True)
             signal.sigwait(ends)
-    except StorageError as error:
+    except (StorageError, MissingDependency) as error:
         return _refused(error)
     return 0
 
 
-def unit(queue: str, url: str) -> int:
+def unit(queue: str, url: str, keys: Path | None = None) -> int:
     """Be a storage unit of a queue until that ends, or until Ctrl-C or SIGTERM."""
     from asyncflow.storage.host import serve_unit
 
@@ -44,24 +44,36 @@ def unit(queue: str, url: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        serve_unit(queue, url, ended)
-    except StorageError as error:
+        serve_unit(queue, url, keys, ended)
+    except (StorageError, MissingDependency) as error:
         return _refused(error)
     return 0
 
 
-def inspect(url: str, *, prometheus: bool, timeout: float) -> int:
+def inspect(url: str, *, keys: Path | None, prometheus: bool, timeout: float) -> int:
     """Print how a queue stands."""
     try:
-        with TransferQueue.open(url, timeout) as queue:
+        with TransferQueue.open(url, timeout, keys) as queue:
             status = queue.status()
-    except StorageError as error:
+    except (StorageError, MissingDependency) as error:
         return _refused(error)
     sys.stdout.write(exposition(status) if prometheus else describe(url, status))
     return 0
 
 
-def _refused(error: StorageError) -> int:
+def keys(folder: Path, client: str) -> int:
+    """Write keys, and say where they go."""
+    from asyncflow.storage.keys import create
+
+    try:
+        own = create(folder, client)
+    except (StorageError, MissingDependency) as error:
+        return _refused(error)
+    sys.stdout.write(f"{folder / 'server'}: stays on the host of the queue\n{own}: goes to hosts that use the queue\n")
+    return 0
+
+
+def _refused(error: StorageError | MissingDependency) -> int:
     sys.stderr.write(f"{error}\n")
     return FAILED if isinstance(error, WaitTimeout | QueueClosed) else USAGE
 

@@ -112,7 +112,7 @@ def test_what_is_not_there_is_told_apart_from_what_is_no_address(url, code, mess
 
 def test_an_address_that_cannot_be_served_is_refused(tmp_path):
     done = subprocess.run(command("start", "--url", "tcp://0.0.0.0:1"), capture_output=True, text=True, timeout=100)
-    assert (done.returncode, "may be served" in done.stderr) == (2, True)
+    assert (done.returncode, "it takes keys" in done.stderr) == (2, True)
 
 
 def test_an_empty_queue_has_no_tables(url):

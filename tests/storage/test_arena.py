@@ -4,6 +4,7 @@ import fcntl
 import gc
 import multiprocessing
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -237,9 +238,32 @@ def test_an_owner_that_is_swept_before_it_has_its_lock_begins_anew(arena, monkey
     monkeypatch.setattr(fcntl, "flock", late)
     arena.share()
     assert not sweeps
-    assert Window.visible(arena.name)
+    assert Window.visible(arena.name, *arena.challenge(1))
     sweep()
     assert files(arena) == [f"asyncflow-{arena.name}"]
+
+
+def test_only_who_sees_what_was_just_written_maps_the_arena(arena, monkeypatch, tmp_path):
+    name = arena.share()
+    first, second = arena.challenge(1), arena.challenge(2)
+    assert Window.visible(name, *first)
+    assert Window.visible(name, *second)
+    copy = tmp_path / f"asyncflow-{name}"
+    shutil.copy(FOLDER / copy.name, copy)
+    later = arena.challenge(1)
+    assert not Window.visible(name, *first)
+    assert Window.visible(name, *later)
+    monkeypatch.setattr(arena_module, "FOLDER", tmp_path)
+    assert Window.visible(name, *second)  # the copy is as old as this
+    assert not Window.visible(name, *later)
+
+
+@pytest.mark.parametrize(("at", "proof"), [(0, b""), (0, b"x" * 16), (-1, b"x" * 16), (1 << 70, b"x" * 16), (0, b"x")])
+def test_a_proof_that_is_none_is_not_taken(arena, at, proof):
+    name = arena.share()
+    arena.challenge(1)
+    assert not Window.visible(name, at, proof)
+    assert not Window.visible("../" + name, at, proof)
 
 
 def test_without_a_folder_for_shared_memory_there_is_no_region(arena, monkeypatch, tmp_path):

@@ -120,7 +120,7 @@ def test_room_is_asked_for_as_the_column_is(served, cells_of):
 
 
 def test_a_client_that_cannot_map_gets_the_same_over_the_socket(served, monkeypatch):
-    monkeypatch.setattr(Window, "visible", staticmethod(lambda name: False))
+    monkeypatch.setattr(Window, "visible", staticmethod(lambda *proof: False))
     _, url = served
     with TransferQueue.open(url) as client:
         rows = client.table("t").put(cells(1))

@@ -146,8 +146,8 @@ def test_a_fault_in_a_handler_is_told_and_kills_nothing(tmp_path, caplog):
     server.close()
 
 
-@pytest.mark.parametrize("url", ["tcp://0.0.0.0:*", "tcp://10.0.0.1:1", "inproc://x", "x", "ipc:///no/such/folder/q"])
-def test_only_this_host_is_served(host, url):
+@pytest.mark.parametrize("url", ["inproc://x", "x", "ipc:///no/such/folder/q", "tcp://", "tcp://127.0.0.1"])
+def test_what_is_no_address_is_not_served(host, url):
     with pytest.raises(StorageError):
         host.serve(url)
 
