@@ -22,6 +22,7 @@ from asyncflow.errors import SchemaError, StorageError, WireError
 from asyncflow.storage import snapshot, wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.controller import Controller
+from asyncflow.storage.journal import open_journal
 from asyncflow.storage.link import EmbeddedLink, Link, Pending
 from asyncflow.storage.memory import Room
 from asyncflow.storage.schema import Schema
@@ -43,10 +44,27 @@ class TransferQueue:
         self._link = link
 
     @classmethod
-    def open(cls, url: str = "embedded://", timeout: float = TIMEOUT) -> "TransferQueue":
-        """Make a queue in this process (`embedded://`), or reach one that is served (`ipc://…`, `tcp://…`)."""
+    def open(
+        cls,
+        url: str = "embedded://",
+        timeout: float = TIMEOUT,
+        durability: str = "memory",
+        folder: str | os.PathLike[str] | None = None,
+    ) -> "TransferQueue":
+        """Make a queue in this process (`embedded://`), or reach one that is served (`ipc://…`, `tcp://…`).
+
+        With `durability` `journal` what happens is written to a log in `folder` before anybody is told, and with
+        `fsync` it is also on the disk by then. A folder that has a log holds the queue that this one goes on with:
+        all that clients were told of, without streams, and with what was leased ready again.
+        """
         if url == "embedded://":
-            return cls(EmbeddedLink())
+            opened = open_journal(durability, folder)
+            if opened is None:
+                return cls(EmbeddedLink())
+            journal, held = opened
+            return cls(EmbeddedLink(Controller(held=held, journal=journal)))
+        if durability != "memory" or folder is not None:
+            raise StorageError(f"{url} is held by another process, which chooses its durability")
         if url.startswith(("ipc://", "tcp://")):
             from asyncflow.storage.remote import RemoteLink  # brings the sockets, which an embedded queue never needs
 

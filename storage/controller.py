@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from asyncflow.errors import LeaseLost, QueueClosed, QueueFailed, SchemaError, StorageError, WaitTimeout
-from asyncflow.storage import snapshot, wire
+from asyncflow.storage import effect, snapshot, wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.desk import OK, Desk, Flow
+from asyncflow.storage.journal import Journal
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import QueueStatus
 from asyncflow.storage.store import Limits, Store
@@ -32,8 +34,13 @@ log = logging.getLogger(__name__)
 class Controller:
     """Answers the requests of all sessions; safe to call from any thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, held: snapshot.Held | None = None) -> None:
-        """Begin with no tables, or with those that a snapshot held."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        held: snapshot.Held | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        """Begin with no tables, or with those that a snapshot held; record what happens in a journal."""
         self._clock = clock
         self._lock = threading.Lock()
         self._alarm = threading.Condition(self._lock)
@@ -52,6 +59,11 @@ class Controller:
         if held is not None:
             self._leases, self._bases = held.leases, dict(held.bases)
             self._desks = {store.name: Desk(store, clock, self._rouse) for store in held.stores}
+        self._journal = journal
+        if journal is not None:
+            journal.failed = self._disk_failed
+            for name, desk in self._desks.items():
+                desk.store.record(journal.scribe(name))
         self._watch = threading.Thread(target=self._watch_leases, name="asyncflow-leases", daemon=True)
         self._watch.start()
 
@@ -73,6 +85,8 @@ class Controller:
 
     def submit(self, session: int, request: wire.Request, batch: Batch | None, answer: Answer) -> Ticket:
         """Answer a request now, or park it; the batch becomes the controller's."""
+        if self._journal is not None:
+            answer = self._journal.answered(answer)
         ticket = Ticket(session, request, answer, batch, since=self._clock())
         with self._lock:
             try:
@@ -81,6 +95,8 @@ class Controller:
                 outcome = error
             if outcome is not None:
                 ticket.settle(outcome)
+            if self._journal is not None and not self._closed and self._journal.due(self._living):
+                self._begin_anew(self._journal)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -103,6 +119,8 @@ class Controller:
             self._watch.join()
         # A snapshot that was asked for before is complete, and answered, when the queue is over.
         self._writer.shutdown()
+        if self._journal is not None:
+            self._journal.close()
 
     @property
     def closed(self) -> bool:
@@ -169,6 +187,10 @@ class Controller:
         schema, limits = Schema(request.columns), Limits(request.max_rows, request.max_bytes)
         if request.table not in self._desks:
             store = Store(request.table, schema, limits, self._bases.get(request.table, 0), self._leases)
+            if self._journal is not None:
+                scribe = self._journal.scribe(request.table)
+                scribe.before(effect.Created(request.columns, request.max_rows, request.max_bytes))
+                store.record(scribe)
             self._desks[request.table] = Desk(store, self._clock, self._rouse)
         store = self._desks[request.table].store
         if (store.schema, store.limits) != (schema, limits):
@@ -177,6 +199,7 @@ class Controller:
 
     def _drop(self, table: str) -> None:
         desk = self._desk(table)
+        desk.store.ledger.scribe.before(effect.Ended())
         del self._desks[table]
         # A table of the same name goes on counting: ids of rows are never used again.
         self._bases[table] = desk.store.ledger.stop
@@ -206,14 +229,31 @@ class Controller:
         if not folder.is_absolute():
             raise StorageError(f"a snapshot needs the whole path of its folder, not {request.folder!r}")
         self._expire()
-        tables = [desk.store.cut() for desk in self._desks.values()]
-        cut = snapshot.Cut(tables, dict(self._bases), next(self._leases))
-        self._writer.submit(self._write, ticket, cut, folder)
+        if self._journal is not None and folder.resolve() == self._journal.folder:
+            self._turn(self._journal, ticket)
+        else:
+            self._writer.submit(self._write, ticket, folder, partial(snapshot.write, self._cut(), folder))
 
-    def _write(self, ticket: Ticket, cut: snapshot.Cut, folder: Path) -> None:
+    def _cut(self) -> snapshot.Cut:
+        tables = [desk.store.cut() for desk in self._desks.values()]
+        return snapshot.Cut(tables, dict(self._bases), next(self._leases))
+
+    def _turn(self, journal: Journal, ticket: Ticket | None) -> None:
+        """Have the journal begin anew, from a base that is written now."""
+        kept = [(name, each) for name, desk in self._desks.items() for each in desk.store.ledger.kept()]
+        number = journal.turn(kept)
+        self._writer.submit(self._write, ticket, journal.folder, partial(journal.compact, self._cut(), number))
+
+    def _begin_anew(self, journal: Journal) -> None:
+        try:
+            self._turn(journal, None)
+        except StorageError as error:
+            log.warning("the journal goes on growing: %s", error)
+
+    def _write(self, ticket: Ticket | None, folder: Path, write: Callable[[], None]) -> None:
         outcome: Outcome = OK
         try:
-            snapshot.write(cut, folder)
+            write()
         except StorageError as error:
             outcome = error
         except Exception as error:
@@ -221,7 +261,19 @@ class Controller:
             log.exception("a snapshot could not be written")
             outcome = StorageError(f"no snapshot was written to {folder}: {type(error).__name__}: {error}")
         with self._lock:
-            ticket.settle(outcome)
+            if ticket is not None:
+                ticket.settle(outcome)
+            elif isinstance(outcome, StorageError):
+                log.warning("the journal goes on growing: %s", outcome)
+
+    def _living(self) -> int:
+        return sum(desk.store.nbytes for desk in self._desks.values())
+
+    def _disk_failed(self, report: str) -> None:
+        """End the queue for everybody: what is in memory can be promised no longer."""
+        with self._lock:
+            self._failed = report
+            self._wake(lambda: QueueFailed(report))
 
     # Leases that expire
 

@@ -198,6 +198,11 @@ def _sync(folder: Path) -> None:
 # Reading
 
 
+def whole(folder: Path) -> bool:
+    """Whether there is a snapshot in a folder, complete but perhaps damaged since."""
+    return (folder / MANIFEST).exists()
+
+
 def read(folder: Path) -> Held:
     """Return what a snapshot holds; a StorageError names the file that is missing, damaged or foreign."""
     manifest = _manifest(folder / MANIFEST)

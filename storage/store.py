@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncflow.errors import CapacityExceeded, CellConflict, ColumnMissing, SchemaError
+from asyncflow.storage import effect, wire
 from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.effect import Scribe
 from asyncflow.storage.frames import MAX_ROWS
 from asyncflow.storage.image import LedgerImage
 from asyncflow.storage.ledger import Ledger, listed
@@ -95,6 +97,15 @@ class Store:
         ledger, blocks = self.ledger.image(), self._unit.blocks()
         return TableCut(self.name, columns, limits.rows, limits.bytes, ledger, dict(self._puts), blocks)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells."""
+        return self._unit.nbytes
+
+    def record(self, scribe: Scribe) -> None:
+        """Tell a scribe of everything that happens from now on."""
+        self.ledger.scribe = scribe
+
     def intake(self, batch: Batch, repeat: int, put_id: bytes) -> Intake:
         """Check a put against schema and limits, and fill in its identity columns."""
         self.schema.check(batch.dtypes)
@@ -138,6 +149,7 @@ class Store:
         groups: Int64s = np.repeat(shared["group_id"].array, repeat)
         written = self.schema.mask([*shared.names, *intake.own.names])
         rows = np.arange(self.ledger.stop, self.ledger.stop + len(groups))
+        self.ledger.scribe.before(effect.Admitted(intake.id, repeat, self.ledger.stop), shared)
         self._unit.admit(len(rows))
         self.ledger.traits.grow(len(rows))
         self._place(rows, shared, np.repeat(np.arange(count), repeat))
@@ -165,6 +177,8 @@ class Store:
             raise SchemaError("a row is named twice in one write")
         self.ledger.require(rows)
         parts = [self._fresh(rows, batch, name) for name in batch.names]
+        if any(len(fresh) for fresh in parts):
+            self.ledger.scribe.before(effect.Written(wire.pack(rows)), batch)
         if all(len(fresh) == len(rows) for fresh in parts):
             self._unit.put(rows, batch)
         else:
@@ -175,8 +189,10 @@ class Store:
 
     def widen(self, columns: Mapping[str, str]) -> None:
         """Add columns, written for no row; one that exists must be of the same dtype."""
-        known = self.schema
-        self.schema = known.with_columns(columns)
+        known, wider = self.schema, self.schema.with_columns(columns)
+        if wider.columns.keys() != known.columns.keys():
+            self.ledger.scribe.before(effect.Widened(dict(columns)))
+        self.schema = wider
         self._unit.widen([name for name in self.schema.columns if name not in known.columns])
 
     def declare(self, name: str, spec: TaskSpec) -> None:
