@@ -65,6 +65,7 @@ class Journal:
         self._answers: list[tuple[Answer, Outcome]] = []
         self._busy = self._ended = False
         self._broken: StorageError | None = None
+        self._report = ""
         self.failed: Callable[[str], None] = lambda report: None
         """Told when the disk has failed, after which nothing more can be promised."""
         self._syncer = threading.Thread(target=self._answer_synced, name="asyncflow-sync", daemon=True)
@@ -72,14 +73,14 @@ class Journal:
         _opened.add(self)
 
     @classmethod
-    def open(cls, folder: Path, *, sync: bool, least: int = _LEAST) -> "tuple[Journal, Held]":
+    def open(cls, folder: Path, *, sync: bool, least: int | None = None) -> "tuple[Journal, Held]":
         """Take a folder for this process, and return what it holds; nothing if it is new."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             folder = folder.resolve()
             lock = _lock(folder)
             try:
-                return cls._opened(folder, lock, sync, least)
+                return cls._opened(folder, lock, sync, _LEAST if least is None else least)
             except BaseException:
                 os.close(lock)
                 raise
@@ -137,9 +138,9 @@ class Journal:
         """Begin the next log, for a cut that is taken now; return its number (StorageError: nothing has changed)."""
         self.catch_up()
         old = self._log
+        if self._sync and not self._synced(old):
+            self.catch_up()
         try:
-            if self._sync:
-                old.sync()
             fresh = self._begin(self._number + 1, kept)
         except OSError as error:
             raise StorageError(f"no new log was begun in {self.folder}: {error}") from error
@@ -200,32 +201,38 @@ class Journal:
                 self._answers.append((answer, outcome))
                 self._alarm.notify()
         if not waits:
-            answer(outcome)
+            self._give(answer, outcome)
 
     def _answer_synced(self) -> None:
         while True:
             with self._lock:
                 self._busy = False
-                while not self._answers and not self._ended:
+                while not (self._answers or self._ended or self._report):
                     self._alarm.wait()
-                if not self._answers:
+                if self._ended and not self._answers:
                     return
                 answers, self._answers, current = self._answers, [], self._log
                 self._busy = True
             self._synced(current)
             for answer, outcome in answers:
                 self._give(answer, outcome)
+            if self._report:
+                self._report, report = "", self._report
+                self.failed(report)
 
-    def _synced(self, current: log.Log) -> None:
+    def _synced(self, current: log.Log) -> bool:
+        """Sync a log, for any thread; whether it is on the disk."""
         try:
-            current.sync()
+            if self._broken is None:
+                current.sync()
         except OSError as error:
             # What the kernel could not write it may have forgotten: a second try would prove nothing.
             report = f"{current.path} could not be synced to the disk: {error.strerror}; open the folder anew"
-            with self._lock:
-                self._broken = StorageError(report)
             logger.error(report)
-            self.failed(report)
+            with self._lock:
+                self._broken, self._report = StorageError(report), report
+                self._alarm.notify()
+        return self._broken is None
 
     def _give(self, answer: Answer, outcome: Outcome) -> None:
         try:
@@ -242,7 +249,7 @@ class Journal:
             self._ended = True
             self._alarm.notify()
         self._syncer.join()
-        if self._sync and self._broken is None:
+        if self._sync:
             self._synced(self._log)
         self._end()
 

@@ -519,7 +519,9 @@ class Ledger:
             yield effect.Kept(grant.task, grant.id, wire.pack(self._held(grant)), grant.attempt, place)
 
     def keep(self, kept: effect.Kept) -> None:
-        """Have rows that are ready under a lease which was given before, and counted."""
+        """Have rows that are ready under a lease which was given before, and counted; nothing if it is known."""
+        if kept.lease in self._grants:
+            return
         task, rows = self.task(kept.task), wire.unpack(kept.rows)
         self.require(rows)
         part = None

@@ -67,11 +67,15 @@ app.add_typer(storage, name="storage")
 @storage.command()
 def start(
     url: Annotated[str, typer.Option(help="Where to serve it: ipc:///path or tcp://127.0.0.1:port.")],
+    durability: Annotated[
+        str, typer.Option(help="memory, journal (survives a crash of the process) or fsync (and a loss of power).")
+    ] = "memory",
+    folder: Annotated[str | None, typer.Option(help="Where its log is; one that is there is gone on with.")] = None,
 ) -> None:
-    """Serve an empty queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
+    """Serve a queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
     from asyncflow.cli.storage import start as command
 
-    raise typer.Exit(command(url))
+    raise typer.Exit(command(url, durability, folder))
 
 
 @storage.command()

@@ -11,18 +11,17 @@ from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
 FAILED, USAGE = 1, 2
 
 
-def start(url: str) -> int:
-    """Serve an empty queue until Ctrl-C or SIGTERM; print its address once it accepts."""
+def start(url: str, durability: str, folder: str | None) -> int:
+    """Serve a queue until Ctrl-C or SIGTERM, empty or that of a folder; print its address once it accepts."""
     ends = {signal.SIGINT, signal.SIGTERM}
     # Blocked before any thread is made, so that no signal is lost and only `sigwait` sees one.
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    with TransferQueue.open() as queue:
-        try:
-            address = queue.serve(url)
-        except StorageError as error:
-            return _refused(error)
-        print(address, flush=True)
-        signal.sigwait(ends)
+    try:
+        with TransferQueue.open(durability=durability, folder=folder) as queue:
+            print(queue.serve(url), flush=True)
+            signal.sigwait(ends)
+    except StorageError as error:
+        return _refused(error)
     return 0
 
 

@@ -10,13 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from asyncflow.storage import Schema, TransferQueue
+from asyncflow.storage import Schema, TransferQueue, journal
 from asyncflow.storage.client import Table
 
 PATIENCE = 120.0
@@ -77,8 +78,10 @@ def save(say: Say, url: str, folder: str) -> None:
         say(number)
 
 
-def hold(say: Say, url: str, **options: Any) -> None:
-    """Hold and serve a queue."""
+def hold(say: Say, url: str, least: int | None = None, **options: Any) -> None:
+    """Hold and serve a queue; a log of more than `least` bytes begins anew."""
+    if least is not None:
+        journal._LEAST = least
     queue = TransferQueue.open(**options)
     begin(queue)
     queue.serve(url)
@@ -87,6 +90,14 @@ def hold(say: Say, url: str, **options: Any) -> None:
 
 
 WORKS: dict[str, Callable[..., None]] = {work.__name__: work for work in (produce, get, ack, save, hold)}
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what another process brings about."""
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 class Mortal:

@@ -39,14 +39,6 @@ def host(address: str) -> Iterator[TransferQueue]:
         yield queue
 
 
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what another process brings about."""
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def kill(mortal: Mortal, random: np.random.Generator, most: int = 12) -> list[Any]:
     """Kill a process some time after it has done a few things; return all that it told of."""
     said = [mortal.hear() for _ in range(random.integers(0, most))]
@@ -99,7 +91,7 @@ def test_a_killed_producer_leaves_whole_puts(host: TransferQueue, address: str, 
     for _ in range(ROUNDS):
         before = table.ledger().admitted
         told = kill(nursery.start(mortals.produce, url=address), random)
-        until(lambda: host.status().clients == 0)
+        mortals.until(lambda: host.status().clients == 0)
         numbers = whole(table)
         # What was told is there; of the put that was under way all is, or nothing.
         assert len(numbers) // WIDTH - len(told) in (0, 1)
@@ -107,7 +99,7 @@ def test_a_killed_producer_leaves_whole_puts(host: TransferQueue, address: str, 
         assert len(numbers) % WIDTH == 0
         assert table.ledger().admitted - before == table.ledger().live == len(numbers)
         table.drop(table.find().rows, "end")
-        until(lambda: at_base(host))
+        mortals.until(lambda: at_base(host))
 
 
 def test_what_a_killed_consumer_holds_comes_again(host: TransferQueue, address: str, nursery: Nursery) -> None:
@@ -117,7 +109,7 @@ def test_what_a_killed_consumer_holds_comes_again(host: TransferQueue, address: 
     leases = []
     for _ in range(ROUNDS):
         leases += kill(nursery.start(mortals.get, url=address), random)
-        until(lambda: host.status().clients == 0)
+        mortals.until(lambda: host.status().clients == 0)
         assert table.status().tasks["use"].waiting == ROWS
     for lease in leases:
         with pytest.raises(LeaseLost):
@@ -127,7 +119,7 @@ def test_what_a_killed_consumer_holds_comes_again(host: TransferQueue, address: 
     assert sorted(attempts) == list(range(ROWS))
     assert table.ledger().done == ROWS
     assert max(attempts.values()) > 1 or not leases
-    until(lambda: at_base(host))
+    mortals.until(lambda: at_base(host))
 
 
 def test_what_a_killed_consumer_was_through_with_comes_never_again(
@@ -140,7 +132,7 @@ def test_what_a_killed_consumer_was_through_with_comes_never_again(
     for kills in range(1, ROUNDS + 1):
         fill(table)  # enough for each, also if it gets through with all of them before it is killed
         told += [row for rows in kill(nursery.start(mortals.ack, url=address), random) for row in rows]
-        until(lambda: host.status().clients == 0)
+        mortals.until(lambda: host.status().clients == 0)
         done = ROWS * kills - table.status().tasks["use"].waiting
         # Of each one that was killed, an acknowledgement may have come that it did not live to tell.
         assert 0 <= done - len(told) <= 2 * kills
@@ -157,7 +149,7 @@ def test_what_a_killed_consumer_was_through_with_comes_never_again(
         lease.done()
         del lease
     assert table.ledger().done == ROWS * ROUNDS
-    until(lambda: at_base(host))
+    mortals.until(lambda: at_base(host))
 
 
 def test_the_queue_goes_on_when_who_asked_for_a_snapshot_is_killed(
@@ -173,7 +165,7 @@ def test_the_queue_goes_on_when_who_asked_for_a_snapshot_is_killed(
         with TransferQueue.restore(folder) as back:
             assert len(whole(back.table("t"))) == count * WIDTH
     table.drop(table.find().rows, "end")
-    until(lambda: at_base(host))
+    mortals.until(lambda: at_base(host))
 
 
 # The holder of the queue is killed, and clients of this process notice.
@@ -252,7 +244,7 @@ def test_every_client_of_a_killed_holder_gets_a_typed_error(
         assert mortal.rest() == []
         errors = [client.result(PATIENCE) for client in clients]
         assert all(isinstance(error, StorageError) and url in str(error) for error in errors), errors
-        until(lambda files=files: swept(files))
+        mortals.until(lambda files=files: swept(files))
         if work is saves:
             old = [told.get() for _ in range(told.qsize())]
             with TransferQueue.restore(folder) as back:
