@@ -1,4 +1,4 @@
-"""Run the benchmark of the main job; `benchmarks.queue` and `benchmarks.soak` are run by their own names."""
+"""Run the benchmark of the main job; `benchmarks.queue`, `benchmarks.durability` and `benchmarks.soak` are run by their own names."""
 
 from benchmarks import quickstart
 
