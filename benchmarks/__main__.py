@@ -1,4 +1,4 @@
-"""Run the benchmark of the main job; `benchmarks.queue` and `benchmarks.soak` are run by their own names."""
+"""Run the benchmark of the main job; those of the queue, its durability and the soak are run by their own names."""
 
 from benchmarks import quickstart
 

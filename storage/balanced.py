@@ -49,7 +49,9 @@ class Balanced:
         self._planned = Rolling(np.bool_, base=base)
         self._form: Form | None = None
         self._queues: list[list[MicroBatch]] = []
-        self._steps = self._plans = 0
+        self._steps = 0
+        self.plans = 0
+        """How often plans were given up."""
 
     def accepts(self, wish: Wish) -> bool:
         """Micro-batches of a rank."""
@@ -114,7 +116,7 @@ class Balanced:
         self._steps += 1
         for at, part in enumerate(np.split(rows[order], ends)):
             rank, number = divmod(at, count)
-            batch = MicroBatch(self._steps, number, rank, count, part, self, self._plans)
+            batch = MicroBatch(self._steps, number, rank, count, part, self, self.plans)
             heapq.heappush(self._queues[rank], batch)
 
     def _left(self, part: MicroBatch) -> Int64s:
@@ -124,10 +126,20 @@ class Balanced:
 
     def take_back(self, part: MicroBatch) -> None:
         """Queue a micro-batch again, or let its rows go if its plan was given up meanwhile."""
-        if part.plans == self._plans:
+        if part.plans == self.plans:
             heapq.heappush(self._queues[part.rank], part)
         else:
             self._free(part)
+
+    def claim(self, step: int, number: int, rank: int) -> MicroBatch | None:
+        """Return a micro-batch that is planned, and handed out."""
+        queue = self._queues[rank] if rank < len(self._queues) else []
+        for part in queue:
+            if (part.step, part.number) == (step, number):
+                queue.remove(part)
+                heapq.heapify(queue)
+                return part
+        return None
 
     def _free(self, part: MicroBatch) -> None:
         rows = self._left(part)
@@ -136,7 +148,7 @@ class Balanced:
 
     def restart(self) -> None:
         """Give up the plans: rows that are not under lease may go into another step."""
-        self._plans += 1
+        self.plans += 1
         for queue in self._queues:
             for part in queue:
                 self._free(part)
@@ -151,7 +163,7 @@ class Balanced:
 
     def image(self, leased: Iterable[MicroBatch]) -> BalancedImage:
         """Return what is planned, with the micro-batches under lease, which nobody will be done with."""
-        parts = [part for part in leased if part.plans == self._plans]
+        parts = [part for part in leased if part.plans == self.plans]
         parts += (part for queue in self._queues for part in queue)
         images = [PartImage(each.step, each.number, each.rank, each.count, self._kept(each)) for each in parts]
         return BalancedImage(self._steps, self._form, images)
@@ -168,5 +180,5 @@ class Balanced:
             self._planned.put(each.rows, 1)
             slots = self._groups.slots(each.rows)
             self._tell(each.rows, slots, np.full(len(each.rows), READY, np.uint8), LEASED)
-            part = MicroBatch(each.step, each.number, each.rank, each.count, each.rows, self, self._plans)
+            part = MicroBatch(each.step, each.number, each.rank, each.count, each.rows, self, self.plans)
             heapq.heappush(self._queues[each.rank], part)

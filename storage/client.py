@@ -22,8 +22,10 @@ from asyncflow.errors import SchemaError, StorageError, WireError
 from asyncflow.storage import snapshot, wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.controller import Controller
+from asyncflow.storage.journal import open_journal
 from asyncflow.storage.link import EmbeddedLink, Link, Pending
 from asyncflow.storage.memory import Room
+from asyncflow.storage.message import Message
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.spec import Choice
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
@@ -33,7 +35,7 @@ TIMEOUT = 60.0
 DISK_TIMEOUT = 600.0
 
 RowList: TypeAlias = Int64s | Sequence[RowId]
-R = TypeVar("R", bound=wire.Message)
+R = TypeVar("R", bound=Message)
 
 
 class TransferQueue:
@@ -44,15 +46,30 @@ class TransferQueue:
 
     @classmethod
     def open(
-        cls, url: str = "embedded://", timeout: float = TIMEOUT, keys: str | os.PathLike[str] | None = None
+        cls,
+        url: str = "embedded://",
+        timeout: float = TIMEOUT,
+        keys: str | os.PathLike[str] | None = None,
+        durability: str = "memory",
+        folder: str | os.PathLike[str] | None = None,
     ) -> "TransferQueue":
         """Make a queue in this process (`embedded://`), or reach one that is served (`ipc://…`, `tcp://…`).
 
         `keys` is a folder that `asyncflow storage keys` has written, for a queue that is served with keys. Beyond
         this host's loopback it must be there, and may also be named by the environment variable ASYNCFLOW_KEYS.
+
+        With `durability` `journal` what happens is written to a log in `folder` before anybody is told, and with
+        `fsync` it is also on the disk by then. A folder that has a log holds the queue that this one goes on with:
+        all that clients were told of, without streams, and with what was leased ready again.
         """
         if url == "embedded://":
-            return cls(EmbeddedLink())
+            opened = open_journal(durability, folder)
+            if opened is None:
+                return cls(EmbeddedLink())
+            journal, held = opened
+            return cls(EmbeddedLink(Controller(held=held, journal=journal)))
+        if durability != "memory" or folder is not None:
+            raise StorageError(f"{url} is held by another process, which chooses its durability")
         if url.startswith(("ipc://", "tcp://")):
             from asyncflow.storage.remote import RemoteLink  # brings the sockets, which an embedded queue never needs
 
@@ -443,7 +460,7 @@ def batch_of(answer: tuple[wire.Reply, Batch | None]) -> Batch:
     return _present(answer[1])
 
 
-def _expected(reply: wire.Message, expect: type[R]) -> R:
+def _expected(reply: Message, expect: type[R]) -> R:
     if not isinstance(reply, expect):
         raise WireError(f"the answer is {type(reply).__name__}, not {expect.__name__}")
     return reply

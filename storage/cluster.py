@@ -225,7 +225,8 @@ class ClusterLink:
         found = np.searchsorted(held[order], rows).clip(max=max(len(held) - 1, 0))
         if not len(held) or np.any(held[order][found] != rows):
             return None
-        return _at(places, len(held))[order][found]
+        at: Int64s = _at(places, len(held))[order][found]
+        return at
 
     def _stage(self, pending: Steps, request: wire.Write, rows: Int64s, at: Int64s, batch: Batch) -> Pending:
         units = np.unique(at).tolist()

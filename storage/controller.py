@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from asyncflow.errors import LeaseLost, QueueClosed, QueueFailed, SchemaError, StorageError, WaitTimeout
-from asyncflow.storage import snapshot, wire
+from asyncflow.storage import effect, snapshot, wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.desk import OK, Desk, Flow
+from asyncflow.storage.journal import Journal
 from asyncflow.storage.orders import Admit, AskUnits, Attach, Cut, Freed, Locate, Note, UnitList, Watch, Written
 from asyncflow.storage.placed import PlacedDesk, PlacedStore, Units
 from asyncflow.storage.schema import Schema
@@ -39,8 +41,14 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
         held: snapshot.Held | None = None,
         units: Units | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        """Begin with no tables, or with those that a snapshot held; with `units`, cells are held there."""
+        """Begin with no tables, or with those that a snapshot held; record what happens in a journal.
+
+        With `units`, cells are held there, and there is no journal.
+        """
+        if units is not None and journal is not None:
+            raise StorageError("a queue with storage units keeps no journal: take snapshots")
         self.units = units
         self._clock = clock
         self._lock = threading.Lock()
@@ -61,6 +69,11 @@ class Controller:
         if held is not None:
             self._leases, self._bases = held.leases, dict(held.bases)
             self._desks = {store.name: Desk(store, clock, self._rouse) for store in held.stores}
+        self._journal = journal
+        if journal is not None:
+            journal.failed = self._disk_failed
+            for name, desk in self._desks.items():
+                desk.store.record(journal.scribe(name))
         self._watch = threading.Thread(target=self._watch_leases, name="asyncflow-leases", daemon=True)
         self._watch.start()
 
@@ -97,6 +110,8 @@ class Controller:
 
     def submit(self, session: int, request: wire.Request, batch: Batch | None, answer: Answer) -> Ticket:
         """Answer a request now, or park it; the batch becomes the controller's."""
+        if self._journal is not None:
+            answer = self._journal.answered(answer)
         ticket = Ticket(session, request, answer, batch, since=self._clock())
         with self._lock:
             try:
@@ -105,6 +120,8 @@ class Controller:
                 outcome = error
             if outcome is not None:
                 ticket.settle(outcome)
+            if self._journal is not None and not self._closed and self._journal.due(self._living):
+                self._begin_anew(self._journal)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -131,6 +148,8 @@ class Controller:
             self._watch.join()
         # A snapshot that was asked for before is complete, and answered, when the queue is over.
         self._writer.shutdown()
+        if self._journal is not None:
+            self._journal.close()
 
     @property
     def placed(self) -> bool:
@@ -266,12 +285,18 @@ class Controller:
     def _made(self, table: str, schema: Schema, limits: Limits) -> Desk:
         base = self._bases.get(table, 0)
         if self.units is None:
-            return Desk(Store(table, schema, limits, base, self._leases), self._clock, self._rouse)
-        store = PlacedStore(table, schema, limits, base, self._leases, self.units)
-        return PlacedDesk(store, self._clock, self._rouse, self.units)
+            store = Store(table, schema, limits, base, self._leases)
+            if self._journal is not None:
+                scribe = self._journal.scribe(table)
+                scribe.before(effect.Created(schema.columns, limits.rows, limits.bytes))
+                store.record(scribe)
+            return Desk(store, self._clock, self._rouse)
+        placed = PlacedStore(table, schema, limits, base, self._leases, self.units)
+        return PlacedDesk(placed, self._clock, self._rouse, self.units)
 
     def _drop(self, table: str) -> None:
         desk = self._desk(table)
+        desk.store.ledger.scribe.before(effect.Ended())
         del self._desks[table]
         # A table of the same name goes on counting: ids of rows are never used again.
         self._bases[table] = desk.store.ledger.stop
@@ -301,23 +326,35 @@ class Controller:
         if not folder.is_absolute():
             raise StorageError(f"a snapshot needs the whole path of its folder, not {request.folder!r}")
         self._expire()
-        tables = [desk.store.cut() for desk in self._desks.values()]
-        cut = snapshot.Cut(tables, dict(self._bases), next(self._leases))
-        urls = {} if self.units is None else self.units.urls
-        if self.units is not None:
+        if self._journal is not None and folder.resolve() == self._journal.folder:
+            self._turn(self._journal, ticket)
+        elif self.units is not None and self.units.urls:
+            cut = self._cut()
             self.units.broadcast(Cut(cut.lease))
-        self._writer.submit(self._write, ticket, cut, folder, list(urls.values()))
+            self._writer.submit(self._write, ticket, folder, partial(_collect, cut, self.units, folder))
+        else:
+            self._writer.submit(self._write, ticket, folder, partial(snapshot.write, self._cut(), folder))
 
-    def _write(self, ticket: Ticket, cut: snapshot.Cut, folder: Path, urls: list[str]) -> None:
+    def _cut(self) -> snapshot.Cut:
+        tables = [desk.store.cut() for desk in self._desks.values()]
+        return snapshot.Cut(tables, dict(self._bases), next(self._leases))
+
+    def _turn(self, journal: Journal, ticket: Ticket | None) -> None:
+        """Have the journal begin anew, from a base that is written now."""
+        kept = [(name, each) for name, desk in self._desks.items() for each in desk.store.ledger.kept()]
+        number = journal.turn(kept)
+        self._writer.submit(self._write, ticket, journal.folder, partial(journal.compact, self._cut(), number))
+
+    def _begin_anew(self, journal: Journal) -> None:
+        try:
+            self._turn(journal, None)
+        except StorageError as error:
+            log.warning("the journal goes on growing: %s", error)
+
+    def _write(self, ticket: Ticket | None, folder: Path, write: Callable[[], None]) -> None:
         outcome: Outcome = OK
         try:
-            if self.units is not None and urls:
-                from asyncflow.storage.moving import collected  # brings the sockets
-
-                with collected(cut, urls, self.units.keys) as whole:
-                    snapshot.write(whole, folder)
-            else:
-                snapshot.write(cut, folder)
+            write()
         except StorageError as error:
             outcome = error
         except Exception as error:
@@ -327,7 +364,19 @@ class Controller:
         with self._lock:
             if self.units is not None:
                 self.units.broadcast(Cut(0))
-            ticket.settle(outcome)
+            if ticket is not None:
+                ticket.settle(outcome)
+            elif isinstance(outcome, StorageError):
+                log.warning("the journal goes on growing: %s", outcome)
+
+    def _living(self) -> int:
+        return sum(desk.store.nbytes for desk in self._desks.values())
+
+    def _disk_failed(self, report: str) -> None:
+        """End the queue for everybody: what is in memory can be promised no longer."""
+        with self._lock:
+            self._failed = report
+            self._wake(lambda: QueueFailed(report))
 
     # Leases that expire
 
@@ -383,3 +432,11 @@ class Controller:
         if isinstance(ticket.request, wire.Snapshot):
             return f"the snapshot in {ticket.request.folder} is still being written, and goes on without its asker"
         return f"{type(ticket.request).__name__} was not answered in time"
+
+
+def _collect(cut: snapshot.Cut, units: Units, folder: Path) -> None:
+    """Write a snapshot of what units hold."""
+    from asyncflow.storage.moving import collected  # brings the sockets
+
+    with collected(cut, list(units.urls.values()), units.keys) as whole:
+        snapshot.write(whole, folder)

@@ -267,10 +267,9 @@ class Depot:
         asked = [trait for trait in shelf.traits if trait[1] in batch]
         measured = tuple(Measured(trait, _packed(measure(trait, batch[trait[1]]))) for trait in asked)
         size = sum(part.nbytes for _, part in new)
-        written = Written(
-            request.table, request.rows, batch.names, wire.pack(bits.view(np.int64)), request.write_id, request.parts,
-            size, request.lease, measured,
-        )  # fmt: skip
+        fresh_bits = wire.pack(bits.view(np.int64))
+        about = request.table, request.rows, list(batch.names), fresh_bits
+        written = Written(*about, request.write_id, request.parts, size, request.lease, measured)
         self._ask(ticket, written, partial(self._written, ticket, request, rows, batch, new))
 
     def _written(

@@ -218,6 +218,20 @@ class Desk:
     def _leased(self, leased: wire.Leased, grant: Grant, columns: list[str]) -> Outcome:
         return leased, self.store.find(grant.rows, columns)
 
+    # What cannot be recorded fails who waits for it, not whose request brought it about.
+
+    def _formed(self, flow: Flow) -> Outcome | None:
+        try:
+            return self._form(flow)
+        except StorageError as error:
+            return error
+
+    def _admitted(self, ticket: Ticket) -> Outcome:
+        try:
+            return self._admit(ticket), None
+        except StorageError as error:
+            return error
+
     def advance(self) -> None:
         """Free what went, let waiting puts in, and hand out what became ready, the oldest request first."""
         self.store.ledger.expire(self._clock())
@@ -225,11 +239,11 @@ class Desk:
         self._puts = [ticket for ticket in self._puts if ticket.open]
         while self._puts and self.store.fits(needed(self._puts[0].intake)):
             ticket = self._puts.pop(0)
-            ticket.settle((self._admit(ticket), None))
+            ticket.settle(self._admitted(ticket))
             self.store.sweep()
         for ticket, flow in self._nexts:
             if ticket.open:
-                outcome = self._form(flow)
+                outcome = self._formed(flow)
                 if outcome is not None:
                     ticket.settle(outcome)
         self._nexts = [(ticket, flow) for ticket, flow in self._nexts if ticket.open]

@@ -11,13 +11,16 @@ a table without tasks stays. Leases are fenced: what comes under an id that is o
 import heapq
 import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.errors import LeaseLost, RowGone, SchemaError
+from asyncflow.errors import LeaseLost, RowGone, SchemaError, StorageError
+from asyncflow.storage import effect, wire
 from asyncflow.storage.balanced import Balanced, MicroBatch
+from asyncflow.storage.effect import SILENT, Scribe
 from asyncflow.storage.groups import Groups
 from asyncflow.storage.image import LedgerImage, TaskImage
 from asyncflow.storage.replay import Replay
@@ -99,7 +102,11 @@ class Ledger:
     """The rows of one table."""
 
     def __init__(self, base: int = 0, leases: Iterator[int] | None = None) -> None:
-        """Start with row `base`; lease ids are drawn from `leases`, so that those of two ledgers never meet."""
+        """Start with row `base`; lease ids are drawn from `leases`, so that those of two ledgers never meet.
+
+        What happens is told to `scribe`, before it is done wherever it can be refused.
+        """
+        self.scribe: Scribe = SILENT
         self.tasks: dict[str, Task] = {}
         self.groups = Groups(base)
         self.traits = Traits(base)
@@ -111,7 +118,7 @@ class Ledger:
         self._undone = Rolling(np.int32, base=base)  # tasks that have not settled the row
         self._grants: dict[int, Grant] = {}
         self._expiries: list[tuple[float, int]] = []
-        self._leases = itertools.count(1) if leases is None else leases
+        self.leases = itertools.count(1) if leases is None else leases
         self._freed: list[Int64s] = []
         self._makers: tuple[str, ...] = ()
         """Tasks that write anew what was lost."""
@@ -189,6 +196,7 @@ class Ledger:
 
     def seal(self) -> None:
         """Hear that no row will be admitted any more."""
+        self.scribe.before(effect.Sealed())
         self.sealed = True
         self._collect()
 
@@ -196,6 +204,11 @@ class Ledger:
         """Drop rows for a reason; those that are gone already stay as they are."""
         rows = np.unique(rows)
         rows = rows[self.alive(rows)]
+        if len(rows):
+            self.scribe.before(effect.Dropped(wire.pack(rows), reason))
+            self._drop(rows, reason)
+
+    def _drop(self, rows: Int64s, reason: str) -> None:
         if len(rows):
             self.dropped[reason] = self.dropped.get(reason, 0) + len(rows)
             self._bury(rows)
@@ -244,6 +257,7 @@ class Ledger:
                 raise SchemaError(f"task {name!r} is declared as {self.tasks[name].spec}, not {spec}")
             return
         spec.check(name)
+        self.scribe.before(effect.Declared(name, spec))
         task, live = self._begin(name, spec, need)
         if spec.repairs:
             task.move(live, self.groups.slots(live), DONE)
@@ -278,15 +292,27 @@ class Ledger:
 
     def lease(self, name: str, wish: Wish, now: float, holder: int) -> Grant | None:
         """Hand out the next batch of a task to a holder; None if it cannot be formed now."""
+        self.scribe.ready()
         task = self.task(name)
         complete = task.counts[BLOCKED] == 0
         if wish.whole and not complete:
             return None
+        plans = task.sampler.plans if isinstance(task.sampler, Balanced) else 0
         picked = task.sampler.pick(wish, short=wish.partial or wish.whole or (self.sealed and bool(complete)))
-        return None if picked is None else self._grant(task, picked, now, holder)
+        if picked is None:
+            if isinstance(task.sampler, Balanced) and task.sampler.plans != plans:
+                self.scribe.after(effect.Leased(name, wish, 0, b""))
+            return None
+        grant = self._grant(task, picked, now, holder)
+        try:
+            self.scribe.after(effect.Leased(name, wish, grant.id, wire.pack(grant.rows)))
+        except StorageError:
+            self._return(grant, counted=False)
+            raise
+        return grant
 
     def _grant(self, task: Task, picked: Picked, now: float, holder: int) -> Grant:
-        lease, rows = next(self._leases), picked.rows
+        lease, rows = next(self.leases), picked.rows
         task.move(rows, self.groups.slots(rows), LEASED)
         task.attempts.put(rows, task.attempts.at(rows) + 1)
         attempt = int(task.attempts.at(rows).max(initial=1))
@@ -324,7 +350,7 @@ class Ledger:
         return grant
 
     @property
-    def leases(self) -> Container[int]:
+    def outstanding(self) -> Container[int]:
         """The ids of the leases that are not over."""
         return self._grants.keys()
 
@@ -349,6 +375,7 @@ class Ledger:
         task, rows = self.tasks[grant.task], self._held(grant)
         if task.spec.durable and step is None:
             raise SchemaError(f"task {task.name!r} is durable: done needs the step that used the rows")
+        self.scribe.before(effect.Finished(lease, step))
         del self._grants[grant.id]
         task.move(rows, self.groups.slots(rows), DONE)
         later = step is not None and task.spec.durable and step > task.committed
@@ -384,12 +411,14 @@ class Ledger:
 
     def release(self, lease: int, now: float, counted: bool = False) -> None:
         """Give a lease back; its attempt counts only if asked."""
-        self._give_back(self.grant(lease, now), counted)
+        grant = self.grant(lease, now)
+        self.scribe.before(effect.Returned(lease, counted))
+        self._give_back(grant, counted)
 
     def abandon(self, holder: int, counted: bool) -> None:
         """Give back all leases of a holder."""
         for grant in [grant for grant in self._grants.values() if grant.holder == holder]:
-            self._give_back(grant, counted)
+            self._return(grant, counted)
 
     def expire(self, now: float) -> bool:
         """Take back every lease whose time is up, attempt counted; return whether there were any."""
@@ -398,7 +427,7 @@ class Ledger:
             grant = self._grants.get(heapq.heappop(self._expiries)[1])
             # An extended lease has a later entry of its own.
             if grant is not None and grant.expires <= now:
-                self._give_back(grant, counted=True)
+                self._return(grant, counted=True)
                 some = True
         return some
 
@@ -408,6 +437,12 @@ class Ledger:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
+    def _return(self, grant: Grant, counted: bool) -> None:
+        """Give a lease back, whether that can be recorded now or later."""
+        self._give_back(grant, counted)
+        with suppress(StorageError):
+            self.scribe.after(effect.Returned(grant.id, counted))
+
     def _give_back(self, grant: Grant, counted: bool) -> None:
         task, rows = self.tasks[grant.task], self._held(grant)
         del self._grants[grant.id]
@@ -415,7 +450,7 @@ class Ledger:
             task.attempts.put(rows, task.attempts.at(rows) - 1)
         spent = task.attempts.at(rows) >= task.spec.max_attempts
         task.move(rows[~spent], self.groups.slots(rows[~spent]), READY)
-        self.drop(rows[spent], f"max_attempts:{task.name}")
+        self._drop(rows[spent], f"max_attempts:{task.name}")
         if grant.part is not None:
             grant.part.give_back()
 
@@ -424,6 +459,7 @@ class Ledger:
     def commit(self, name: str, step: int) -> None:
         """Let rows go that a durable task has done with a step up to this one."""
         task = self._durable(name)
+        self.scribe.before(effect.Committed(name, step))
         task.committed = max(task.committed, step)
         for key in sorted(key for key in task.unsettled if key <= step):
             rows = self._living(task.unsettled.pop(key))
@@ -438,6 +474,7 @@ class Ledger:
         task = self._durable(name)
         if step < task.committed:
             raise RowGone(f"task {name!r} has committed step {task.committed}: it cannot go back to step {step}")
+        self.scribe.before(effect.Rewound(name, step))
         later = [part for key in list(task.unsettled) if key > step for part in task.unsettled.pop(key)]
         rows = self._living([*later, _NONE])
         task.done -= len(rows) if task.replay is None else task.replay.unused(rows)
@@ -495,6 +532,7 @@ class Ledger:
     def reset(self, name: str) -> None:
         """Make all living rows ready again that a task has done or leased; its leases are over."""
         task = self.task(name)
+        self.scribe.before(effect.Reset(name))
         grants = [grant for grant in self._grants.values() if grant.task == name]
         for grant in grants:
             del self._grants[grant.id]
@@ -527,6 +565,56 @@ class Ledger:
     def _living(self, parts: Sequence[Int64s]) -> Int64s:
         rows = np.concatenate(parts)
         return rows[self.alive(rows)]
+
+    # What a journal makes again
+
+    def kept(self) -> Iterator[effect.Kept]:
+        """Return the leases in force, for who knows all else from an image."""
+        for grant in self._grants.values():
+            part = grant.part
+            sampler = self.tasks[grant.task].sampler
+            planned = isinstance(part, MicroBatch) and isinstance(sampler, Balanced) and part.plans == sampler.plans
+            place = (part.step, part.number, part.rank) if planned and part is not None else None
+            yield effect.Kept(grant.task, grant.id, wire.pack(self._held(grant)), grant.attempt, place)
+
+    def keep(self, kept: effect.Kept) -> None:
+        """Have rows that are ready under a lease which was given before, and counted; nothing if it is known."""
+        if kept.lease in self._grants:
+            return
+        task, rows = self.task(kept.task), wire.unpack(kept.rows)
+        self.require(rows)
+        part = None
+        if kept.part is not None and isinstance(task.sampler, Balanced):
+            part = task.sampler.claim(*kept.part)
+        task.move(rows, self.groups.slots(rows), LEASED)
+        self._grants[kept.lease] = Grant(kept.lease, task.name, rows, kept.attempt, np.inf, 0, 0.0, part)
+
+    def relet(self, leased: effect.Leased) -> bool:
+        """Give a lease again that was given before; return whether the sampler chose the same rows."""
+        rows = wire.unpack(leased.rows)
+        grant = self.lease(leased.task, leased.wish, 0.0, 0)
+        if grant is None and leased.lease == 0:
+            return True
+        if grant is not None and leased.lease and np.array_equal(grant.rows, rows):
+            return True
+        if grant is not None:
+            self._give_back(grant, counted=False)
+        if leased.lease == 0:
+            return False
+        attempts = self.task(leased.task).attempts
+        self.require(rows)
+        attempts.put(rows, attempts.at(rows) + 1)
+        self.keep(effect.Kept(leased.task, leased.lease, leased.rows, int(attempts.at(rows).max(initial=1)), None))
+        return False
+
+    def recall(self) -> None:
+        """End all leases, since their holders are gone: attempts count, but nothing is dropped for it."""
+        for grant in list(self._grants.values()):
+            task, rows = self.tasks[grant.task], self._held(grant)
+            del self._grants[grant.id]
+            task.move(rows, self.groups.slots(rows), READY)
+            if grant.part is not None:
+                grant.part.give_back()
 
     # Snapshots
 

@@ -4,6 +4,7 @@ The ledger is here and the cells are there. A row lives whole on one unit. Order
 answers to it, in order, so a unit has stored what it is told to hold, and frees nothing before it holds it.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from asyncflow.storage import wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.desk import OK, Desk
 from asyncflow.storage.intake import check_groups
-from asyncflow.storage.keys import Folder
 from asyncflow.storage.ledger import Grant, listed
 from asyncflow.storage.orders import (
     Admit,
@@ -82,7 +82,7 @@ class Post:
 class Units:
     """The storage units of one controller."""
 
-    def __init__(self, recompute: "Recompute | None" = None, keys: Folder | None = None) -> None:
+    def __init__(self, recompute: "Recompute | None" = None, keys: str | os.PathLike[str] | None = None) -> None:
         """Without a `recompute`, rows of a unit that has died are dropped; `keys` are for units on other hosts."""
         self.keys = keys
         self.recompute: Recompute = recompute or _nobody
@@ -278,7 +278,7 @@ class PlacedStore(Store):
         return Shape(self.name, self.schema.columns, self.ledger.base, list(self.ledger.traits.watched))
 
     @property
-    def held(self) -> int:
+    def nbytes(self) -> int:
         """Bytes that the units hold."""
         return self.placement.nbytes
 
@@ -537,7 +537,7 @@ class PlacedDesk(Desk):
     def advance(self) -> None:
         """Go on as any table does, and let go what is held for leases that are over."""
         super().advance()
-        over = [lease for lease in self._held if lease not in self.store.ledger.leases]
+        over = [lease for lease in self._held if lease not in self.store.ledger.outstanding]
         if over:
             self._held.difference_update(over)
             self._units.broadcast(Unhold(over))

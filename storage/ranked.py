@@ -102,7 +102,9 @@ class Ranked:
             origin = np.repeat(np.arange(len(heads)), [len(head) for head in heads])
             ids = np.concatenate([head.ids for head in heads])
             order = np.lexsort((ids, np.concatenate([head.keys for head in heads])))[:look]
-            good = np.flatnonzero(self._counts(ids[order]))
+            # A row that was taken without being met here, and came back, stands here twice, side by side.
+            first = np.append(True, ids[order][1:] != ids[order][:-1])
+            good = np.flatnonzero(self._counts(ids[order]) & first)
             if len(good) >= count or len(order) < look:
                 break
             look *= 2

@@ -201,6 +201,11 @@ def _sync(folder: Path) -> None:
 # Reading
 
 
+def whole(folder: Path) -> bool:
+    """Whether there is a snapshot in a folder, complete but perhaps damaged since."""
+    return (folder / MANIFEST).exists()
+
+
 def read(folder: Path) -> Held:
     """Return what a snapshot holds; a StorageError names the file that is missing, damaged or foreign."""
     files, bases, leases = opened(folder)

@@ -11,7 +11,9 @@ from typing import TypeVar
 import numpy as np
 
 from asyncflow.errors import CapacityExceeded, CellConflict, ColumnMissing
+from asyncflow.storage import effect, wire
 from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.effect import Scribe
 from asyncflow.storage.image import LedgerImage
 from asyncflow.storage.intake import Arrival, Intake, check_write, taken
 from asyncflow.storage.ledger import Ledger, listed
@@ -60,11 +62,6 @@ class Store:
         self._unit = Unit(schema.columns, base)
         self._puts: dict[bytes, Int64s] = {}
 
-    @property
-    def held(self) -> int:
-        """Bytes of the cells."""
-        return self._unit.nbytes
-
     @classmethod
     def of(cls, cut: TableCut, leases: Iterator[int]) -> "Store":
         """Return the table of a cut, with no lease: what was leased is ready again."""
@@ -81,6 +78,15 @@ class Store:
         columns, limits = dict(self.schema.columns), self.limits
         ledger, blocks = self.ledger.image(), self._unit.blocks()
         return TableCut(self.name, columns, limits.rows, limits.bytes, ledger, dict(self._puts), blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells."""
+        return self._unit.nbytes
+
+    def record(self, scribe: Scribe) -> None:
+        """Tell a scribe of everything that happens from now on."""
+        self.ledger.scribe = scribe
 
     def intake(self, batch: Batch, repeat: int, put_id: bytes) -> Intake:
         """Check a put against schema and limits, and fill in its identity columns."""
@@ -99,7 +105,7 @@ class Store:
         """Whether there is room for a put now; one that was admitted before always fits."""
         return intake.id in self._puts or not (
             _over(self.ledger.live + intake.rows, self.limits.rows)
-            or _over(self.held + intake.nbytes, self.limits.bytes)
+            or _over(self.nbytes + intake.nbytes, self.limits.bytes)
         )
 
     def admit(self, intake: Intake) -> Int64s:
@@ -111,6 +117,7 @@ class Store:
             fresh = self.ledger.groups.unused
             intake = replace(intake, shared=shared.with_columns({"group_id": np.arange(fresh, fresh + len(shared))}))
         rows = np.arange(self.ledger.stop, self.ledger.stop + intake.rows)
+        self.ledger.scribe.before(effect.Admitted(intake.id, intake.repeat, self.ledger.stop), intake.shared)
         self._unit.admit(len(rows))
         self.ledger.traits.grow(len(rows))
         for batch, places in intake.parts:
@@ -135,6 +142,8 @@ class Store:
             fresh = self._unit.fresh(rows, batch)
         except CellConflict as conflict:
             raise CellConflict(f"table {self.name!r}: {conflict}") from None
+        if any(len(places) for places in fresh):
+            self.ledger.scribe.before(effect.Written(wire.pack(rows)), batch)
         for part in parts(rows, batch, fresh):
             self._unit.put(*part)
         self.ledger.traits.note(rows, batch)
@@ -142,8 +151,10 @@ class Store:
 
     def widen(self, columns: Mapping[str, str]) -> None:
         """Add columns, written for no row; one that exists must be of the same dtype."""
-        known = self.schema
-        self.schema = known.with_columns(columns)
+        known, wider = self.schema, self.schema.with_columns(columns)
+        if wider.columns.keys() != known.columns.keys():
+            self.ledger.scribe.before(effect.Widened(dict(columns)))
+        self.schema = wider
         self._unit.widen([name for name in self.schema.columns if name not in known.columns])
 
     def declare(self, name: str, spec: TaskSpec) -> None:
@@ -208,7 +219,7 @@ class Store:
             tasks[name] = TaskCounts(ready, leased, task.done, blocked)
         return TableStatus(
             ledger.live,
-            self.held,
+            self.nbytes,
             self.schema.columns,
             tasks,
             ledger.sealed,

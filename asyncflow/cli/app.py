@@ -71,11 +71,15 @@ def start(
     keys: Keys = None,
     units: Annotated[int, typer.Option(min=0, max=255, help="Processes that hold the cells; 0: this one does.")] = 0,
     restore: Annotated[Path | None, typer.Option(help="Begin with the snapshot in this folder.")] = None,
+    durability: Annotated[
+        str, typer.Option(help="memory, journal (survives a crash of the process) or fsync (and a loss of power).")
+    ] = "memory",
+    folder: Annotated[str | None, typer.Option(help="Where its log is; one that is there is gone on with.")] = None,
 ) -> None:
     """Serve a queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
     from asyncflow.cli.storage import start as command
 
-    raise typer.Exit(command(url, keys, units, restore))
+    raise typer.Exit(command(url, keys, units, restore, durability, folder))
 
 
 @storage.command()

@@ -1,4 +1,4 @@
-"""`asyncflow storage start`, `unit`, `inspect` and `keys`: serve a queue, hold cells for one, look at one, let others in."""
+"""`asyncflow storage start`, `unit`, `inspect` and `keys`: serve a queue, hold cells for one, look at one."""
 
 import signal
 import sys
@@ -14,25 +14,45 @@ from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
 FAILED, USAGE = 1, 2
 
 
-def start(url: str, keys: Path | None = None, units: int = 0, restore: Path | None = None) -> int:
-    """Serve a queue until Ctrl-C or SIGTERM; print its address once it accepts."""
+def start(
+    url: str,
+    keys: Path | None = None,
+    units: int = 0,
+    restore: Path | None = None,
+    durability: str = "memory",
+    folder: str | None = None,
+) -> int:
+    """Serve a queue until Ctrl-C or SIGTERM, empty or that of a folder; print its address once it accepts."""
     ends = {signal.SIGINT, signal.SIGTERM}
     # Blocked before any thread is made, so that no signal is lost and only `sigwait` sees one.
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         with ExitStack() as stack:
-            if units:
-                from asyncflow.storage.host import Host
-
-                address = stack.enter_context(Host(url, units, restore, keys=keys)).url
-            else:
-                queue = TransferQueue.open() if restore is None else TransferQueue.restore(restore)
-                address = stack.enter_context(queue).serve(url, keys)
-            print(address, flush=True)
+            print(_served(stack, url, keys, units, restore, durability, folder), flush=True)
             signal.sigwait(ends)
     except (StorageError, MissingDependency) as error:
         return _refused(error)
     return 0
+
+
+def _served(
+    stack: ExitStack,
+    url: str,
+    keys: Path | None,
+    units: int,
+    restore: Path | None,
+    durability: str,
+    folder: str | None,
+) -> str:
+    if durability != "memory" and (units or restore is not None):
+        raise StorageError(f"durability {durability!r} is for a queue without units that begins empty or from its log")
+    if units:
+        from asyncflow.storage.host import Host
+
+        return stack.enter_context(Host(url, units, restore, keys=keys)).url
+    if restore is not None:
+        return stack.enter_context(TransferQueue.restore(restore)).serve(url, keys)
+    return stack.enter_context(TransferQueue.open(durability=durability, folder=folder)).serve(url, keys)
 
 
 def unit(queue: str, url: str, keys: Path | None = None) -> int:
