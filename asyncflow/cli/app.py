@@ -1,4 +1,4 @@
-"""Subcommands: `run`, `resume`, `validate`, `schema`, `storage start`, `unit`, `inspect` and `keys`.
+"""Subcommands: `run`, `resume`, `validate`, `schema`, `bench`, `storage start`, `unit`, `inspect` and `keys`.
 
 Exit codes: 0 done, 1 the run failed, 2 the file or the arguments are wrong, 130 interrupted (a checkpoint is left).
 """
@@ -59,6 +59,17 @@ def schema(
     from asyncflow.config.schema import schema as describe
 
     sys.stdout.write(reference() if markdown else json.dumps(describe(), indent=1) + "\n")
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def bench(
+    name: Annotated[str, typer.Argument(help="queue, durability, soak, quickstart.")],
+    options: Annotated[list[str] | None, typer.Argument(help="Options of the benchmark; --help tells them.")] = None,
+) -> None:
+    """Run a benchmark of the checkout, and write its result: asyncflow bench queue --quick."""
+    from asyncflow.cli.bench import bench as command
+
+    raise typer.Exit(command(name, options or []))
 
 
 storage = typer.Typer(no_args_is_help=True, help="The TransferQueue alone: serve one, or look at one.")

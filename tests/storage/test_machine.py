@@ -4,7 +4,10 @@ What a stream is handed, what is refused, the ledger, the counts of each task an
 every action; at the end all memory is free.
 """
 
+import itertools
+import time
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncflow.errors import CellConflict, LeaseLost, QueueClosed, RowGone, SchemaError, WaitTimeout
 from asyncflow.storage import Schema, TransferQueue
 from asyncflow.storage.controller import Controller
+from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
+from asyncflow.storage.placed import LOST, Units
 
 MAX_ROWS, LEASE_SECONDS, ATTEMPTS = 14, 10.0, 3
 TASKS = {"score": "fifo", "train": "group"}
@@ -52,9 +57,12 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now, self.next_row = 0.0, 0
-        self.controller = Controller(lambda: self.now)
-        self.queue = TransferQueue(EmbeddedLink(self.controller))
+        self.queue = self.opened()
         self.over = []
+
+    def opened(self):
+        self.controller = Controller(lambda: self.now)
+        return TransferQueue(EmbeddedLink(self.controller))
 
     @initialize()
     def begin(self):
@@ -317,9 +325,49 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.close()
 
 
+class PlacedMachine(QueueMachine):
+    """The same on storage units, which die."""
+
+    def opened(self):
+        self.folder = TemporaryDirectory()
+        self.units = Units()
+        self.controller = Controller(lambda: self.now, units=self.units)
+        self.host = TransferQueue(EmbeddedLink(self.controller))
+        self.url = self.host.serve(f"ipc://{self.folder.name}/queue")
+        self.depots = [self.joined(number) for number in range(2)]
+        return TransferQueue.open(self.url)
+
+    def joined(self, number):
+        return Depot(self.url, f"ipc://{self.folder.name}/unit{number}", 30)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def unit_dies(self, data):
+        depot = self.depots.pop(data.draw(st.integers(0, 1)))
+        number = next(each for each, url in self.units.urls.items() if url == depot.url)
+        lost = set(self.controller._desks["t"].store.placement.on(number).tolist()) & set(self.rows)
+        depot.close()
+        while number in self.units.urls or self.queue._link._units[number].ended is None:
+            time.sleep(0.001)
+        for row in lost:
+            self.lose(row, LOST)
+        self.depots.append(self.joined(next(self.numbers)))
+
+    numbers = itertools.count(2)
+
+    def teardown(self):
+        super().teardown()
+        for depot in self.depots:
+            depot.close()
+        self.host.close()
+        self.folder.cleanup()
+
+
 def cell(value):
     return np.full(3, value, np.int32)
 
 
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
+TestPlaced = PlacedMachine.TestCase
+TestPlaced.settings = settings(max_examples=4, stateful_step_count=30, deadline=None)
