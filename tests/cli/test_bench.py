@@ -19,7 +19,7 @@ def test_an_unknown_benchmark_is_refused_with_those_there_are():
     code, told = asyncflow("nothing")
     assert code == 2
     assert "there are" in told
-    assert "queue" in told
+    assert "durability, queue, quickstart, soak" in told
 
 
 def test_without_a_checkout_it_says_where_benchmarks_are(tmp_path, capsys):
