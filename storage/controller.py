@@ -40,8 +40,8 @@ class Controller:
         self,
         clock: Callable[[], float] = time.monotonic,
         held: snapshot.Held | None = None,
-        units: Units | None = None,
         journal: Journal | None = None,
+        units: Units | None = None,
     ) -> None:
         """Begin with no tables, or with those that a snapshot held; record what happens in a journal.
 
