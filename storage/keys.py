@@ -60,8 +60,8 @@ def chosen(url: str, keys: Folder | None) -> Path | None:
         return Path(keys)
     if local(url):
         return None
-    if VARIABLE in os.environ:
-        return Path(os.environ[VARIABLE])
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder)
     raise AccessDenied(
         f"{url} is not on this host's loopback, so it takes keys: write them with `asyncflow storage keys FOLDER`, "
         f"and name them by keys=FOLDER, --keys FOLDER or {VARIABLE}=FOLDER"

@@ -19,8 +19,8 @@ def command(*arguments):
 
 
 @contextmanager
-def started(url):
-    with subprocess.Popen(command("start", "--url", url), stdout=subprocess.PIPE, text=True) as process:
+def started(url, *options):
+    with subprocess.Popen(command("start", "--url", url, *options), stdout=subprocess.PIPE, text=True) as process:
         yield process, process.stdout.readline().strip()
         process.kill()
 
@@ -113,6 +113,20 @@ def test_what_is_not_there_is_told_apart_from_what_is_no_address(url, code, mess
 def test_an_address_that_cannot_be_served_is_refused(tmp_path):
     done = subprocess.run(command("start", "--url", "tcp://0.0.0.0:1"), capture_output=True, text=True, timeout=100)
     assert (done.returncode, "it takes keys" in done.stderr) == (2, True)
+
+
+def test_keys_are_written_once_and_let_another_host_in(tmp_path):
+    keys = tmp_path / "keys"
+    write = command("keys", str(keys))
+    done = subprocess.run(write, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, f"{keys}/client: goes to hosts" in done.stdout) == (0, True), done.stderr
+    assert subprocess.run([*write, "--client", "second"], capture_output=True, timeout=100).returncode == 0
+    done = subprocess.run(write, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, "is there already" in done.stderr) == (2, True)
+    with started("tcp://0.0.0.0:*", "--keys", str(keys)) as (_, address):
+        assert inspect(address, "--keys", str(keys)) == (0, f"queue {address}: 0 other clients, 0 streams\nno tables\n")
+        found, text = inspect(address)
+        assert (found, "it takes keys" in text) == (2, True)
 
 
 def test_an_empty_queue_has_no_tables(url):

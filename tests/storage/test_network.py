@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from subprocess import PIPE
 
 import pytest
 
@@ -83,12 +83,11 @@ class Host:
 
     def __init__(self, stack: ExitStack, command: list[str]) -> None:
         self._stack = stack
-        self._keeper = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        self._keeper = stack.enter_context(subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE))
         stack.callback(self._keeper.kill)
-        pipe: IO[bytes] | None = self._keeper.stdout
-        assert pipe is not None
-        if pipe.readline() != b"ready\n":
-            pytest.skip(f"this machine has no namespaces for users: {' '.join(command)} failed")
+        if self._keeper.stdout.readline() != b"ready\n":
+            why = self._keeper.communicate()[1].decode().strip()
+            pytest.skip(f"this machine makes no namespaces: {' '.join(command)}: {why}")
 
     @property
     def pid(self) -> str:
@@ -104,9 +103,7 @@ class Host:
 
     def python(self, code: str, *arguments: str) -> "subprocess.Popen[str]":
         command = self.inside(sys.executable, "-c", code, *arguments)
-        started = self._stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
+        started = self._stack.enter_context(subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True))
         self._stack.callback(started.kill)
         return started
 
