@@ -159,12 +159,11 @@ class Journal:
         os.pwrite(descriptor, log.BEGIN, 0)
         for table, made in kept:
             fresh.append(table, made)
-        if self._sync:
-            os.fsync(descriptor)
-            fresh.synced = fresh.end
+        # At every level: a base without its log could not be opened.
+        os.fsync(descriptor)
+        fresh.synced = fresh.end
         path.rename(place)
-        if self._sync:
-            _sync_folder(self.folder)
+        _sync_folder(self.folder)
         return fresh
 
     # Outside of it

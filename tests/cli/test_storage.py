@@ -51,6 +51,21 @@ def test_a_served_queue_takes_clients_and_ends_on_a_signal(url):
             assert process.wait(30) == 0
 
 
+def test_a_killed_queue_is_served_again_from_its_folder(url, tmp_path):
+    options = "--durability", "journal", "--folder", str(tmp_path / "journal")
+    with started(url, *options), TransferQueue.open(url) as queue:
+        queue.create_table("t", Schema({"x": "int64"})).put({"x": [7]})
+    with started(url, *options), TransferQueue.open(url) as queue:
+        assert queue.table("t").read([0], ["x"])["x"].array.tolist() == [7]
+
+
+@pytest.mark.parametrize("options", [("--durability", "disk"), ("--durability", "fsync"), ("--folder", "x")])
+def test_a_durability_that_cannot_be_is_refused(url, options):
+    done = subprocess.run(command("start", "--url", url, *options), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "durability '" in done.stderr
+
+
 def test_tcp_tells_the_port_that_it_got():
     with started("tcp://127.0.0.1:*") as (_, address), TransferQueue.open(address) as queue:
         assert int(address.rpartition(":")[2]) > 0

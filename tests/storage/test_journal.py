@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
 from msgspec.structs import replace
 
 from asyncflow.errors import LeaseLost, StorageError
@@ -26,6 +27,7 @@ from asyncflow.storage.link import EmbeddedLink
 from tests.storage import mortals
 from tests.storage.mortals import PATIENCE, WIDTH, Nursery
 from tests.storage.test_kills import acks, drain, puts, whole, worked
+from tests.storage.test_machine import QueueMachine
 from tests.storage.test_snapshot import COLUMNS, KINDS, PLAYS, PUT, Player
 
 LEVELS = ("journal", "fsync")
@@ -244,6 +246,46 @@ def test_no_sampler_chooses_otherwise_when_it_is_asked_again(folder: Path, caplo
     assert not caplog.records
 
 
+class CrashMachine(QueueMachine):
+    """A queue under random use, as in `test_machine`, that ends now and then and is opened again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue.close()
+        self.place = TemporaryDirectory()
+        self.open()
+
+    def open(self) -> None:
+        recorder, content = journal.Journal.open(Path(self.place.name), sync=False)
+        self.controller = Controller(lambda: self.now, content, recorder)
+        self.queue = TransferQueue(EmbeddedLink(self.controller))
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def crash(self) -> None:
+        self.queue.close()
+        self.open()
+        self.table = self.queue.table("t")
+        for held in self.held:
+            for row in self.living(held):
+                self.rows[row].views[held.task].state = "open"
+        over = [*self.over, *(held.lease for held in self.held)]
+        self.over = [self.table.adopt(lease.id, lease.rows) for lease in over[-3:]]
+        self.held, self.streams = [], {}
+
+    @rule()
+    def begin_anew(self) -> None:
+        self.queue.snapshot(self.place.name)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.place.cleanup()
+
+
+TestCrashes = CrashMachine.TestCase
+TestCrashes.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
+
+
 # A log that was cut off, or damaged
 
 
@@ -434,6 +476,20 @@ def test_those_who_wait_are_told_when_nothing_can_be_recorded(folder: Path, pool
             table.drop(rows[:2], "room")
             assert isinstance(room.exception(PATIENCE), StorageError)
         assert table.put(PUT).tolist() == [3, 4, 5]
+
+
+def test_answers_wait_for_the_disk(folder: Path, pool: ThreadPoolExecutor) -> None:
+    with opened(folder, "fsync") as queue:
+        table = queue.create_table("train", Schema(COLUMNS))
+        recorder = table.link._controller._journal  # type: ignore[attr-defined]
+
+        def put(_: int) -> bool:
+            before = recorder._log.end
+            table.put(PUT)
+            return bool(recorder._log.synced > before)
+
+        assert all(pool.map(put, range(40)))
+        assert table.ledger().admitted == 120
 
 
 def test_a_disk_that_fails_ends_the_queue(folder: Path) -> None:
