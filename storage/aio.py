@@ -88,10 +88,17 @@ class AsyncQueue:
         """The same queue with calls that block."""
 
     async def create_table(
-        self, name: str, schema: Schema, max_rows: int | None = None, max_bytes: int | None = None
+        self,
+        name: str,
+        schema: Schema,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        replicas: int = 1,
     ) -> "AsyncTable":
         """Create a table, or return the equal one that exists."""
-        return AsyncTable(await asyncio.to_thread(self.blocking.create_table, name, schema, max_rows, max_bytes))
+        return AsyncTable(
+            await asyncio.to_thread(self.blocking.create_table, name, schema, max_rows, max_bytes, replicas)
+        )
 
     async def table(self, name: str) -> "AsyncTable":
         """Return a table that exists."""

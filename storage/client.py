@@ -111,10 +111,18 @@ class TransferQueue:
         return self._link.serve(url, keys)
 
     def create_table(
-        self, name: str, schema: Schema, max_rows: int | None = None, max_bytes: int | None = None
+        self,
+        name: str,
+        schema: Schema,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        replicas: int = 1,
     ) -> "Table":
-        """Create a table and return it; one that exists must be equal in schema and limits (SchemaError)."""
-        request = wire.CreateTable(name, schema.columns, max_rows, max_bytes)
+        """Create a table and return it; one that exists must be equal in schema and limits (SchemaError).
+
+        With 2 `replicas` every row is on two storage units by the time that its put or write returns.
+        """
+        request = wire.CreateTable(name, schema.columns, max_rows, max_bytes, replicas)
         info = _call(self._link, request, wire.TableInfo)
         return Table(self._link, name, Schema(info.columns))
 

@@ -6,6 +6,7 @@ units that hold its rows; a write of rows whose places are not known asks for th
 
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from asyncflow.storage.ticket import Outcome
 from asyncflow.storage.traits import measure
 from asyncflow.types import Int64s
 
+# Seconds until a unit that could not be reached is known to be gone, in most cases.
+_AGAIN = 0.02
 # Leases whose places are remembered, for writes under them.
 _REMEMBERED = 4096
 
@@ -157,7 +160,8 @@ class ClusterLink:
         if isinstance(reply, wire.Leased):
             self._remember(reply, places)
         fetching = _Fetching(self, request, pending, reply, places)
-        if all(number in self._units for number in places.units):
+        links = [self._units.get(number) for number in places.units]
+        if all(link is not None and link.ended is None for link in links):
             fetching.start(hold, self._units)
         else:
             self._hands.submit(self._fetch_anew, fetching, hold)
@@ -172,8 +176,12 @@ class ClusterLink:
         fetching.start(hold, units)
 
     def again(self, request: wire.Next | wire.Read, pending: Steps, reply: wire.Reply) -> None:
-        """Give a lease back whose cells could not be fetched, and ask for the next one."""
+        """Give back what could not be fetched, and ask anew, when the controller may have heard of it."""
         self.give_back(request, reply)
+        self._hands.submit(self._get_later, request, pending)
+
+    def _get_later(self, request: wire.Next | wire.Read, pending: Steps) -> None:
+        time.sleep(_AGAIN)
         self._get(request, pending)
 
     def give_back(self, request: wire.Next | wire.Read, reply: wire.Reply) -> None:
@@ -306,6 +314,11 @@ class ClusterLink:
         """Return the writer of the unit that the next put goes to."""
         return self._unit(self._best).writer()
 
+    @property
+    def open(self) -> bool:
+        """Whether the controller can be reached."""
+        return self._control.ended is None
+
     def serve(self, url: str, keys: Folder | None = None) -> str:
         """Refuse: only the process that holds a queue can serve it."""
         return self._control.serve(url, keys)
@@ -367,7 +380,7 @@ class _Fetching:
         if over:
             return
         cancelled = self._pending.cancelled
-        if isinstance(self._request, wire.Next) and isinstance(error, LeaseLost | QueueClosed) and not cancelled:
+        if isinstance(error, LeaseLost | QueueClosed) and not cancelled and self._link.open:
             self._link.again(self._request, self._pending, self._reply)
             return
         self._link.give_back(self._request, self._reply)

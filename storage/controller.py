@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,16 +22,33 @@ from asyncflow.storage import effect, snapshot, wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.desk import OK, Desk, Flow
 from asyncflow.storage.journal import Journal
-from asyncflow.storage.orders import Admit, AskUnits, Attach, Cut, Freed, Locate, Note, UnitList, Watch, Written
-from asyncflow.storage.placed import PlacedDesk, PlacedStore, Units
+from asyncflow.storage.orders import (
+    Admit,
+    AskUnits,
+    Attach,
+    Cut,
+    Freed,
+    Grown,
+    Locate,
+    Mirrored,
+    Note,
+    UnitList,
+    Watch,
+    Written,
+)
+from asyncflow.storage.placed import PlacedStore
+from asyncflow.storage.placed_desk import PlacedDesk
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import QueueStatus
 from asyncflow.storage.store import Limits, Store
 from asyncflow.storage.ticket import Answer, Outcome, Ticket
+from asyncflow.storage.units import Units
 
 __all__ = ["Answer", "Controller", "Outcome", "Ticket"]
 
 log = logging.getLogger(__name__)
+
+_Unit: TypeAlias = Attach | Freed | Written | AskUnits | Grown | Mirrored
 
 
 class Controller:
@@ -91,7 +109,10 @@ class Controller:
             if self._desks or self.units is None:
                 raise StorageError("a snapshot can only be restored into a queue that is empty, to its units")
             self._leases, self._bases = leases, dict(bases)
-            self._desks = {store.name: PlacedDesk(store, self._clock, self._rouse, self.units) for store in stores}
+            desks = [PlacedDesk(store, self._clock, self._rouse, self.units) for store in stores]
+            self._desks = {desk.store.name: desk for desk in desks}
+            for desk in desks:
+                desk.rehome()
 
     def leave(self, session: int, lost: bool) -> None:
         """End a session and give back its leases; attempts count if the client was lost."""
@@ -179,7 +200,7 @@ class Controller:
                 return self._stream(request, ticket.session)
             case wire.Done() | wire.Release() | wire.Extend() | wire.Drop() | wire.Write():
                 return self._under_lease(request, ticket.batch)
-            case Attach() | Freed() | Written() | AskUnits():
+            case Attach() | Freed() | Written() | AskUnits() | Grown() | Mirrored():
                 return self._placed(ticket, request)
             case Locate() | Watch() | Note():
                 return self._desk(request.table).handle(request, None)
@@ -195,7 +216,7 @@ class Controller:
             case _:
                 return self._administer(request)
 
-    def _placed(self, ticket: Ticket, request: Attach | Freed | Written | AskUnits) -> Outcome | None:
+    def _placed(self, ticket: Ticket, request: _Unit) -> Outcome | None:
         """Answer what only a queue with storage units is asked."""
         if self.units is None:
             raise StorageError("this queue has no storage units: it holds all cells itself")
@@ -215,7 +236,8 @@ class Controller:
                 return OK
             case AskUnits():
                 return UnitList(self.units.urls, self.units.best()), None
-        return self._placed_desk(request.table).written(ticket, request)
+        desk = self._placed_desk(request.table)
+        return desk.written(ticket, request) if isinstance(request, Written) else desk.told(request, ticket.session)
 
     def _placed_desk(self, table: str) -> PlacedDesk:
         desk = self._desk(table)
@@ -274,7 +296,7 @@ class Controller:
         return OK
 
     def _create(self, request: wire.CreateTable) -> Outcome:
-        schema, limits = Schema(request.columns), Limits(request.max_rows, request.max_bytes)
+        schema, limits = Schema(request.columns), Limits(request.max_rows, request.max_bytes, request.replicas)
         if request.table not in self._desks:
             self._desks[request.table] = self._made(request.table, schema, limits)
         store = self._desks[request.table].store
@@ -284,6 +306,8 @@ class Controller:
 
     def _made(self, table: str, schema: Schema, limits: Limits) -> Desk:
         base = self._bases.get(table, 0)
+        if not 1 <= limits.replicas <= (1 if self.units is None else 2):
+            raise SchemaError(f"table {table!r}: replicas are 1, or 2 in a queue with storage units")
         if self.units is None:
             store = Store(table, schema, limits, base, self._leases)
             if self._journal is not None:

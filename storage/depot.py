@@ -7,7 +7,9 @@ of the controller come one after another in one thread, so what they say is done
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -24,24 +26,32 @@ from asyncflow.storage.orders import (
     Admit,
     Admitted,
     Adopt,
+    AskUnits,
     Attach,
     Close,
+    Copy,
     Cut,
+    Entered,
     Fetch,
     Free,
     Freed,
+    Grown,
     Hold,
     Lacking,
     Load,
     Measured,
+    Mirrored,
     Order,
     Orders,
+    Places,
+    Promote,
     Shape,
     Stage,
     Stale,
     Take,
     Taken,
     Unhold,
+    UnitList,
     Written,
 )
 from asyncflow.storage.remote import RemoteLink
@@ -55,6 +65,12 @@ from asyncflow.types import Int64s
 
 log = logging.getLogger(__name__)
 
+# How long another unit may take to answer.
+_PATIENCE = 60.0
+
+_Copy: TypeAlias = tuple[int, Int64s, Batch, Int64s]
+"""The unit that is to have it, rows, cells, and the place of each row."""
+
 Then: TypeAlias = Callable[[wire.Reply], None]
 
 
@@ -64,6 +80,8 @@ class Shelf:
     def __init__(self, columns: dict[str, str], base: int) -> None:
         self.schema = Schema(columns)
         self.unit = Unit(self.schema.columns, base)
+        self.copies = Unit(self.schema.columns, base)
+        """Cells of rows of other units, in case that these die."""
         self.traits: set[Trait] = set()
         """What the controller has asked for before."""
 
@@ -73,6 +91,12 @@ class Shelf:
         if more:
             self.schema = Schema(columns)
             self.unit.widen(more)
+            self.copies.widen(more)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells."""
+        return self.unit.nbytes + self.copies.nbytes
 
     def fresh(self, rows: Int64s, batch: Batch) -> list[Int64s]:
         """Return for each column the places of the rows without a cell; a CellConflict if one has another value."""
@@ -104,6 +128,10 @@ class Depot:
         self._blocks: dict[str, list[Block]] = {}
         self._takes: list[tuple[Ticket, Take]] = []
         self._asked: dict[Ticket, Pending] = {}
+        self._mirrors: dict[int, RemoteLink] = {}
+        self._keys = keys
+        # Copies leave in the order in which the cells came.
+        self._copier = ThreadPoolExecutor(1, "asyncflow-copies")
         self._sessions = 0
         self._joined = threading.Event()
         self.over = threading.Event() if over is None else over
@@ -128,6 +156,9 @@ class Depot:
     def close(self) -> None:
         """Leave; the cells are lost. Idempotent."""
         self._upstream.close()
+        self._copier.shutdown(cancel_futures=True)
+        for mirror in self._mirrors.values():
+            mirror.close()
         self._server.close()
         with self._lock:
             self._shelves.clear()
@@ -242,17 +273,21 @@ class Depot:
             case Lacking():
                 self._admit(ticket, table, intake, reply.traits)
             case Admitted():
+                answer = wire.Rows(reply.rows, reply.unit)
+                copies = []
                 if not reply.known:
-                    self._keep(table, intake, wire.unpack(reply.rows), wire.unpack(reply.groups))
-                ticket.settle((wire.Rows(reply.rows, reply.unit), None))
+                    rows = wire.unpack(reply.rows)
+                    copies = [(reply.mirror, rows, *part) for part in self._keep(table, intake, rows, reply.groups)]
+                self._copied(table, copies, lambda: ticket.settle((answer, None)))
 
-    def _keep(self, table: str, intake: Intake, rows: Int64s, groups: Int64s) -> None:
+    def _keep(self, table: str, intake: Intake, rows: Int64s, groups: bytes) -> list[tuple[Batch, Int64s]]:
         unit = self._shelf(table).unit
         unit.reach(int(rows.max(initial=-1)) + 1)
+        if "group_id" not in intake.shared:
+            intake = replace(intake, shared=intake.shared.with_columns({"group_id": wire.unpack(groups)}))
         for batch, places in intake.parts:
-            # Both have it where the put did not name groups: the shared one is the first.
-            named = batch is intake.shared and "group_id" not in batch
-            unit.put(rows, batch.with_columns({"group_id": groups}) if named else batch, places)
+            unit.put(rows, batch, places)
+        return list(intake.parts)
 
     def _write(
         self, ticket: Ticket, request: Stage, rows: Int64s, batch: Batch, traits: "list[Trait] | None" = None
@@ -289,7 +324,63 @@ class Depot:
             case _:
                 for part in new:
                     self._shelf(request.table).unit.put(*part)
-                ticket.settle((wire.Ok(), None))
+                copies = _copies(rows, new, reply.mirrors) if isinstance(reply, Entered) else []
+                self._copied(request.table, copies, lambda: ticket.settle((wire.Ok(), None)))
+
+    # Copies on other units
+
+    def _copied(self, table: str, copies: "list[_Copy]", then: Callable[[], None]) -> None:
+        """Go on once other units have copies; one that has died needs none, and another gets its own."""
+        copies = [each for each in copies if each[0] and len(each[1])]
+        if copies:
+            self._copier.submit(self._send_copies, table, copies, then)
+        else:
+            then()
+
+    def _send_copies(self, table: str, copies: "list[_Copy]", then: Callable[[], None]) -> None:
+        try:
+            for unit, rows, batch, places in copies:
+                load = Load(self._shape(table), int(rows.max()) + 1, wire.pack(rows), wire.pack(places), copy=True)
+                self._mirror(unit).send(load, batch).result(_PATIENCE)
+                mirrored = Mirrored(table, wire.pack(rows), list(batch.names), unit)
+                self._upstream.send(mirrored).result(_PATIENCE)
+        except StorageError as error:
+            log.warning("a copy of rows of table %r was not made: %s", table, error)
+        except Exception:
+            # A border: the client that waits for the copies must be answered.
+            log.exception("a copy of rows of table %r was not made", table)
+        then()
+
+    def _shape(self, table: str) -> Shape:
+        with self._lock:
+            shelf = self._shelf(table)
+            return Shape(table, shelf.schema.columns, shelf.unit.base, list(shelf.traits))
+
+    def _mirror(self, unit: int) -> RemoteLink:
+        link = self._mirrors.get(unit)
+        if link is None or link.ended is not None:
+            listed = self._upstream.send(AskUnits()).result(_PATIENCE)[0]
+            if not isinstance(listed, UnitList) or unit not in listed.units:
+                raise QueueClosed(f"unit {unit} has gone")
+            link = self._mirrors[unit] = RemoteLink(listed.units[unit], _PATIENCE, self._keys)
+        return link
+
+    def _copy(self, order: Copy) -> None:
+        unit = self._shelf(order.table).unit
+        copies = [
+            (order.unit, rows, unit.gather(rows, names), np.arange(len(rows)))
+            for rows, names in unit.patterns(wire.unpack(order.rows))
+        ]
+        self._copied(order.table, copies, lambda: None)
+
+    def _promote(self, order: Promote) -> None:
+        shelf, rows = self._shelf(order.table), wire.unpack(order.rows)
+        before = shelf.nbytes
+        for some, names in shelf.copies.patterns(rows):
+            shelf.unit.reach(int(some.max()) + 1)
+            shelf.unit.put(some, shelf.copies.gather(some, names))
+        _free_known(shelf.copies, rows)
+        self._upstream.send(Grown(order.table, shelf.nbytes - before))
 
     def _fetch(self, ticket: Ticket, hold: int) -> None:
         if hold in self._holds:
@@ -317,9 +408,12 @@ class Depot:
         if len(rows) != len(places) or np.any((places < 0) | (places >= len(batch))):
             raise SchemaError(f"{len(rows)} rows at {len(places)} places of a batch of {len(batch)}")
         self._obey(request.shape)
-        unit = self._shelf(request.shape.table).unit
+        shelf = self._shelf(request.shape.table)
+        unit, before = shelf.copies if request.copy else shelf.unit, shelf.nbytes
         unit.reach(request.stop)
         unit.put(rows, batch, places)
+        if request.copy:
+            self._upstream.send(Grown(request.shape.table, shelf.nbytes - before))
 
     # What the controller orders
 
@@ -367,14 +461,19 @@ class Depot:
                 self._free(order)
             case Adopt():
                 self._adopt(order)
+            case Promote():
+                self._promote(order)
+            case Copy():
+                self._copy(order)
 
     def _free(self, order: Free) -> None:
         shelf, freed = self._shelves.get(order.table), 0
         if shelf is not None:
-            before = shelf.unit.nbytes
-            shelf.unit.free(wire.unpack(order.rows))
-            shelf.unit.forget(order.base)
-            freed = before - shelf.unit.nbytes
+            before, rows = shelf.nbytes, wire.unpack(order.rows)
+            for unit in (shelf.unit, shelf.copies):
+                _free_known(unit, rows)
+                unit.forget(order.base)
+            freed = before - shelf.nbytes
         self._upstream.send(Freed(order.table, freed))
 
     def _adopt(self, order: Adopt) -> None:
@@ -391,6 +490,25 @@ class Depot:
             waiting.settle((wire.Ok(), cells))
         else:
             self._holds[order.hold] = cells
+
+
+def _free_known(unit: Unit, rows: Int64s) -> None:
+    """Free those of the rows that a unit has."""
+    for some, _ in unit.patterns(rows):
+        unit.free(some)
+
+
+def _copies(rows: Int64s, new: list[tuple[Int64s, Batch]], mirrors: Places) -> "list[_Copy]":
+    """Return the cells of a write for each of the units that are to have a copy."""
+    at = np.zeros(len(rows), np.int64) + (mirrors.units[0] if mirrors.units else 0)
+    if mirrors.at:
+        at = np.array(mirrors.units)[np.frombuffer(mirrors.at, np.uint8)]
+    found: list[_Copy] = []
+    for unit in np.unique(at).tolist():
+        for some, batch in new:
+            mine = np.flatnonzero(np.isin(some, rows[at == unit]))
+            found.append((unit, some[mine], batch.take(mine), np.arange(len(mine))))
+    return found
 
 
 def _given(batch: Batch | None) -> Batch:

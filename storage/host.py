@@ -15,7 +15,7 @@ from asyncflow.errors import StorageError
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
-from asyncflow.storage.placed import Recompute, Units
+from asyncflow.storage.units import Recompute, Units
 
 log = logging.getLogger(__name__)
 

@@ -133,6 +133,7 @@ class TableImage(Image):
     ledger: LedgerImage
     puts: PutsImage
     blocks: list[BlockImage]
+    replicas: int = 1
 
 
 def encode(image: TableImage) -> bytes:

@@ -486,25 +486,31 @@ class Ledger:
 
     def _reopen(self, task: Task, rows: Int64s) -> None:
         """Make rows ready again, but for those that have lost cells: these come when they are written anew."""
-        has = self._written.at(rows) & task.need == task.need
+        self._redo(rows[~self._open_again(task, rows)])
+
+    def _open_again(self, task: Task, rows: Int64s) -> npt.NDArray[np.bool_]:
+        """Make rows ready, or blocked where they lack columns; return which are ready."""
+        has: npt.NDArray[np.bool_] = self._written.at(rows) & task.need == task.need
         for some, after in ((rows[has], READY), (rows[~has], BLOCKED)):
             task.move(some, self.groups.slots(some), after)
-        self._redo(rows[~has])
+        return has
 
-    def lose(self, rows: Int64s, again: Sequence[str]) -> None:
-        """Hear that all cells of living rows are lost; the tasks `again` get those that are still needed once more."""
-        rows = rows[self.alive(rows)]
-        self._makers = tuple(name for name in again if name in self.tasks)
-        self._written.put(rows, 0)
-        for task in self.tasks.values():
-            self._revoke(task, rows)
-            task.sampler.restart()
-            open_ = rows[task.status.at(rows) < DONE]
-            after = BLOCKED if task.need else READY
-            task.move(open_, self.groups.slots(open_), after)
+    def lose(self, rows: Int64s, kept: npt.NDArray[np.uint64], again: Sequence[str]) -> None:
+        """Hear that of living rows only the columns `kept` are left.
+
+        Those that somebody still needs are made anew by the tasks `again`, which get them once more.
+        """
+        self._makers = tuple(dict.fromkeys([*self._makers, *(name for name in again if name in self.tasks)]))
+        left = self._written.at(rows) & kept
+        self._written.put(rows, left)
         wanted = np.zeros(len(rows), np.bool_)
         for task in self.tasks.values():
-            wanted |= task.status.at(rows) < DONE
+            lacking = (left & task.need != task.need) & (task.status.at(rows) < DONE)
+            if lacking.any():
+                self._revoke(task, rows[lacking])
+                task.sampler.restart()
+                task.move(rows[lacking], self.groups.slots(rows[lacking]), BLOCKED)
+            wanted |= lacking
         self._redo(rows[wanted])
 
     def _redo(self, rows: Int64s) -> None:
@@ -519,7 +525,7 @@ class Ledger:
             if not task.spec.repairs:
                 task.done -= len(done) if task.replay is None else task.replay.anew(done)
             task.attempts.put(done, 0)
-            task.move(done, self.groups.slots(done), BLOCKED if task.need else READY)
+            self._open_again(task, done)
 
     def _revoke(self, task: Task, rows: Int64s) -> None:
         """Take rows out of the leases of a task."""

@@ -16,10 +16,11 @@ from asyncflow.storage import snapshot, wire
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.keys import Folder
 from asyncflow.storage.orders import Load, Take, Taken
-from asyncflow.storage.placed import PlacedStore, Units
+from asyncflow.storage.placed import PlacedStore
 from asyncflow.storage.remote import RemoteLink
 from asyncflow.storage.store import TableCut
 from asyncflow.storage.unit import Block
+from asyncflow.storage.units import Units
 
 _TIMEOUT = 60.0
 

@@ -76,6 +76,22 @@ class Freed(Message, tag="freed"):
     """Bytes of the cells."""
 
 
+class Grown(Message, tag="grown"):
+    """The unit holds so many bytes more of a table, or less."""
+
+    table: str
+    size: int
+
+
+class Mirrored(Message, tag="mirrored"):
+    """Another unit, too, has these columns of rows of this one."""
+
+    table: str
+    rows: bytes
+    columns: list[str]
+    unit: int
+
+
 # What a client asks the controller
 
 
@@ -143,6 +159,8 @@ class Load(Message, tag="load"):
     """The row after the last of the table."""
     rows: bytes
     places: bytes
+    copy: bool = False
+    """Whether they are another unit's, kept in case that it dies."""
 
 
 # Answers
@@ -157,12 +175,22 @@ class Taken(Message, tag="taken"):
 
 
 class Admitted(Message, tag="admitted"):
-    """Row and group ids of a put; `known` is one that was admitted before. The next one best goes to `unit`."""
+    """Row and group ids of a put; `known` is one that was admitted before. The next one best goes to `unit`.
+
+    A `mirror` is the unit that must have the rows, too, before the client is told.
+    """
 
     rows: bytes
     groups: bytes
     known: bool
     unit: int
+    mirror: int = 0
+
+
+class Entered(Message, tag="entered"):
+    """A part of a write is visible; `mirrors` must have its cells, too, before the client is told (0: none)."""
+
+    mirrors: Places
 
 
 class Lacking(Message, tag="lacking"):
@@ -244,7 +272,22 @@ class Adopt(Message, tag="adopt"):
     identity: dict[str, bytes]
 
 
-Order: TypeAlias = Hold | Unhold | Free | Shape | Close | Cut | Adopt
+class Promote(Message, tag="promote"):
+    """Rows of which this unit kept a copy are from now on on this unit."""
+
+    table: str
+    rows: bytes
+
+
+class Copy(Message, tag="copy"):
+    """Have another unit keep a copy of rows of this one."""
+
+    table: str
+    rows: bytes
+    unit: int
+
+
+Order: TypeAlias = Hold | Unhold | Free | Shape | Close | Cut | Adopt | Promote | Copy
 
 
 class Orders(Message, tag="orders"):
@@ -253,5 +296,7 @@ class Orders(Message, tag="orders"):
     orders: list[Order]
 
 
-Question: TypeAlias = Attach | Admit | Written | Freed | AskUnits | Locate | Watch | Note | Fetch | Stage | Take | Load
-Reply: TypeAlias = Admitted | Lacking | Stale | UnitList | Placed | Orders | Taken
+Question: TypeAlias = (
+    Attach | Admit | Written | Freed | Grown | Mirrored | AskUnits | Locate | Watch | Note | Fetch | Stage | Take | Load
+)
+Reply: TypeAlias = Admitted | Entered | Lacking | Stale | UnitList | Placed | Orders | Taken

@@ -4,48 +4,41 @@ The ledger is here and the cells are there. A row lives whole on one unit. Order
 answers to it, in order, so a unit has stored what it is told to hold, and frees nothing before it holds it.
 """
 
-import os
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncflow.errors import ColumnMissing, SchemaError, StorageError
 from asyncflow.storage import wire
-from asyncflow.storage.batch import Batch
-from asyncflow.storage.desk import OK, Desk
 from asyncflow.storage.intake import check_groups
-from asyncflow.storage.ledger import Grant, listed
+from asyncflow.storage.ledger import listed
 from asyncflow.storage.orders import (
     Admit,
     Admitted,
     Adopt,
-    Close,
+    Copy,
+    Entered,
     Free,
-    Freed,
     Hold,
     Lacking,
-    Locate,
     Measured,
-    Note,
-    Order,
-    Orders,
+    Mirrored,
     Placed,
     Places,
+    Promote,
     Shape,
     Stale,
     Unhold,
-    Watch,
     Written,
-)  # fmt: skip
-from asyncflow.storage.rolling import Rolling
+)
+from asyncflow.storage.placement import Placement, places_of
 from asyncflow.storage.schema import IDENTITY, Schema
 from asyncflow.storage.spec import Choice, TaskSpec, Trait
 from asyncflow.storage.store import Limits, Store, TableCut
-from asyncflow.storage.ticket import Answer, Outcome, Ticket
+from asyncflow.storage.units import Units
 from asyncflow.types import Int64s
 
 _TOLD = ("prompt_id", "rollout_id", "segment")
@@ -55,123 +48,6 @@ LOST = "unit_lost"
 
 # Readings that nobody has fetched are let go after so many later ones of the same table.
 _READINGS = 4096
-
-
-Recompute: TypeAlias = Callable[[str, Sequence[str]], Sequence[str]]
-"""Which tasks must have a row of a table again when it has lost these columns; none if nobody can make them anew."""
-
-
-def _nobody(table: str, columns: Sequence[str]) -> Sequence[str]:
-    return ()
-
-
-@dataclass(slots=True)
-class Post:
-    """A unit, as the controller knows it."""
-
-    session: int
-    url: str
-    tell: Callable[..., None]
-    size: int = 0
-    """Bytes of the cells that it holds."""
-    asked: int = 0
-    """How often it was told to free rows, and how often it has."""
-    freed: int = 0
-
-
-class Units:
-    """The storage units of one controller."""
-
-    def __init__(self, recompute: "Recompute | None" = None, keys: str | os.PathLike[str] | None = None) -> None:
-        """Without a `recompute`, rows of a unit that has died are dropped; `keys` are for units on other hosts."""
-        self.keys = keys
-        self.recompute: Recompute = recompute or _nobody
-        self._posts: dict[int, Post] = {}
-        self._turn = 0
-        self._joined = threading.Condition()
-
-    def wait(self, count: int, timeout: float) -> bool:
-        """Wait until so many units have joined; return whether they have."""
-        with self._joined:
-            return self._joined.wait_for(lambda: len(self._posts) >= count, timeout)
-
-    @property
-    def urls(self) -> dict[int, str]:
-        """Where each unit serves."""
-        return {number: post.url for number, post in self._posts.items()}
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of the cells that each unit holds, by its address."""
-        return {post.url: post.size for post in self._posts.values()}
-
-    def attach(self, session: int, url: str, answer: Answer) -> None:
-        """Take in the unit of a session."""
-        number = next((each for each in range(1, 256) if each not in self._posts), None)
-        if number is None or any(post.session == session for post in self._posts.values()):
-            raise StorageError(f"unit {url} cannot join: a queue has at most 255 units, and a unit joins once")
-        post = self._posts[number] = Post(session, url, lambda *orders: answer((Orders(list(orders)), None)))
-        post.tell()
-        with self._joined:
-            self._joined.notify_all()
-
-    def leave(self, session: int) -> int | None:
-        """Hear that a session has ended; return the number of the unit that it was, if it was one."""
-        for number, post in self._posts.items():
-            if post.session == session:
-                del self._posts[number]
-                return number
-        return None
-
-    def number(self, session: int) -> int:
-        """Return the number of the unit that a session is."""
-        for number, post in self._posts.items():
-            if post.session == session:
-                return number
-        raise StorageError("only a storage unit may say this")
-
-    def tell(self, number: int, order: Order) -> None:
-        """Give an order to a unit, if it lives."""
-        if number in self._posts:
-            self._posts[number].tell(order)
-
-    def broadcast(self, order: Order) -> None:
-        """Give an order to all units."""
-        for post in self._posts.values():
-            post.tell(order)
-
-    def free(self, number: int, order: Free) -> None:
-        """Have a unit free rows, if it lives."""
-        if number in self._posts:
-            self._posts[number].asked += 1
-            self._posts[number].tell(order)
-
-    def freed(self, number: int) -> None:
-        """Hear that a unit has freed what it was told to next."""
-        self._posts[number].freed += 1
-
-    @property
-    def marks(self) -> dict[int, int]:
-        """How often each unit was told to free rows."""
-        return {number: post.asked for number, post in self._posts.items()}
-
-    def reached(self, marks: dict[int, int]) -> bool:
-        """Whether every unit that lives has freed what it had been told to by then."""
-        return all(self._posts[number].freed >= mark for number, mark in marks.items() if number in self._posts)
-
-    def grew(self, number: int, size: int) -> None:
-        """Hear that a unit holds more, or less."""
-        if number in self._posts:
-            self._posts[number].size += size
-
-    def best(self) -> int:
-        """Return the unit that a put best goes to: of those that hold least, each in turn."""
-        if not self._posts:
-            return 0
-        self._turn += 1
-        least = min(post.size for post in self._posts.values())
-        lightest = [number for number, post in self._posts.items() if post.size == least]
-        return lightest[self._turn % len(lightest)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,55 +72,6 @@ class Arriving:
     def nbytes(self) -> int:
         """Bytes that the put adds."""
         return self.request.size
-
-
-class Placement:
-    """Which unit has which row; stands where a store has its own unit."""
-
-    def __init__(self, table: str, units: Units, base: int) -> None:
-        self._table, self._units = table, units
-        self._unit = Rolling(np.uint8, base=base)
-        self.sizes: dict[int, int] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the units hold of this table."""
-        return sum(self.sizes.values())
-
-    def admit(self, rows: Int64s, unit: int, size: int) -> None:
-        """Note where new rows are."""
-        self._unit.grow(len(rows))
-        self._unit.put(rows, unit)
-        self.grew(unit, size)
-
-    def settle(self, units: Int64s) -> None:
-        """Note where the first rows are."""
-        self._unit.load(units.astype(np.uint8), self._unit.base)
-
-    def move(self, rows: Int64s, unit: int, size: int) -> None:
-        """Note that rows are on another unit."""
-        self._unit.put(rows, unit)
-        self.grew(unit, size)
-
-    def grew(self, unit: int, size: int) -> None:
-        """Hear that a unit holds more of this table, or less."""
-        self.sizes[unit] = self.sizes.get(unit, 0) + size
-        self._units.grew(unit, size)
-
-    def at(self, rows: Int64s) -> Int64s:
-        """Return the unit of each row."""
-        return self._unit.at(rows).astype(np.int64)
-
-    def free(self, rows: Int64s, base: int) -> None:
-        """Tell the units that rows have gone."""
-        at = self.at(rows)
-        for unit in np.unique(at).tolist():
-            self._units.free(unit, Free(self._table, wire.pack(rows[at == unit]), base))
-        self._unit.forget(base)
-
-    def on(self, unit: int) -> Int64s:
-        """Return the rows that a unit has or had."""
-        return self._unit.base + np.flatnonzero(self._unit.span(self._unit.base, self._unit.stop) == unit)
 
 
 class PlacedStore(Store):
@@ -305,12 +132,18 @@ class PlacedStore(Store):
         if groups is None:
             groups = np.arange(self.ledger.groups.unused, self.ledger.groups.unused + request.rows)
         rows = np.arange(self.ledger.stop, self.ledger.stop + arrival.rows)
-        self.placement.admit(rows, arrival.unit, arrival.nbytes)
+        mirror = self._other(arrival.unit)
+        self.placement.admit(rows, arrival.unit, mirror)
+        self.placement.grew(arrival.unit, arrival.nbytes)
         self.ledger.traits.grow(len(rows))
         self._note(rows, request.traits)
         self.ledger.admit(len(rows), np.repeat(groups, request.repeat), self.schema.mask(request.columns))
         self._remember(arrival.id, rows)
-        return Admitted(wire.pack(rows), wire.pack(groups), False, self._units.best())
+        return Admitted(wire.pack(rows), wire.pack(groups), False, self._units.best(), mirror)
+
+    def _other(self, unit: int) -> int:
+        """Return the unit that is to have a copy of rows of another one."""
+        return self._units.best(but=unit) if self.limits.replicas > 1 else 0
 
     def _unknown(self, columns: list[str], told: tuple[Measured, ...]) -> list[Trait]:
         known = {each.trait for each in told}
@@ -336,6 +169,21 @@ class PlacedStore(Store):
         self.placement.grew(unit, part.size)
         self._note(rows, part.traits)
         self.ledger.write(rows, self.schema.mask(part.columns))
+
+    def entered(self, rows: Int64s) -> wire.Reply:
+        """Return what a unit is told of a part that has become visible."""
+        if self.limits.replicas == 1:
+            return wire.Ok()
+        return Entered(places_of(self.placement.mirrors(rows)))
+
+    def mirrored(self, told: Mirrored) -> None:
+        """Hear that there is a copy of rows; of those that have gone meanwhile, it goes too."""
+        rows = wire.unpack(told.rows)
+        living = self.ledger.alive(rows)
+        living[living] = self.placement.mirrors(rows[living]) == told.unit
+        self.placement.copy(rows[living], self.schema.mask(told.columns))
+        if not living.all():
+            self._units.free(told.unit, Free(self.name, wire.pack(rows[~living]), self.ledger.base))
 
     def watch(self, trait: Trait) -> Int64s:
         """Keep a trait from now on, and return the rows of which it is not known."""
@@ -372,7 +220,7 @@ class PlacedStore(Store):
     @classmethod
     def spread(cls, cut: TableCut, leases: Iterator[int], units: Units) -> "PlacedStore":
         """Return the table of a cut, its rows spread over the units by bytes; their cells are not there yet."""
-        store = cls(cut.name, Schema(cut.columns), Limits(cut.max_rows, cut.max_bytes), cut.ledger.base, leases, units)
+        store = cls(cut.name, Schema(cut.columns), cut.limits, cut.ledger.base, leases, units)
         store.ledger.load(cut.ledger, {task.name: store.schema.mask(task.spec.needs) for task in cut.ledger.tasks})
         store._puts = dict(cut.puts)
         store._watch_identity()
@@ -391,10 +239,9 @@ class PlacedStore(Store):
     def hold(self, hold: int, rows: Int64s, columns: list[str]) -> Places:
         """Have the units keep cells of living rows until they are fetched."""
         at = self.placement.at(rows)
-        units, index = np.unique(at, return_inverse=True)
-        for unit in units.tolist():
+        for unit in np.unique(at).tolist():
             self._units.tell(unit, Hold(hold, self.name, wire.pack(rows[at == unit]), columns))
-        return Places(units.tolist(), index.astype(np.uint8).tobytes() if len(units) > 1 else b"")
+        return places_of(at)
 
     def reading(self, rows: Int64s, columns: list[str]) -> Placed:
         """Have cells held that are read without a lease."""
@@ -417,20 +264,34 @@ class PlacedStore(Store):
             self.placement.free(rows, self.ledger.base)
 
     def lose(self, unit: int) -> None:
-        """Have the rows of a unit that has died made anew, or drop them if nobody can."""
+        """Go on with the copies of what a unit held that has died; what has none is made anew, or dropped."""
+        self.placement.sizes.pop(unit, None)
+        copies = self.placement.mirrored_on(unit)
+        self.placement.mirror(copies, 0)
         rows = self.placement.on(unit)
         rows = rows[self.ledger.alive(rows)]
-        self.placement.sizes.pop(unit, None)
-        again = self._units.recompute(self.name, list(self.schema.columns)) if len(rows) else ()
-        if not again:
-            self.ledger.drop(rows, LOST)
-            return
-        self.ledger.lose(rows, list(again))
-        self._homeless = np.concatenate([self._homeless, rows])
+        kept = self.placement.copied(rows)
+        saved, heirs = kept != 0, self.placement.mirrors(rows)
+        for heir in np.unique(heirs[saved]).tolist():
+            mine = rows[saved & (heirs == heir)]
+            self.placement.move(mine, heir)
+            self._units.tell(heir, Promote(self.name, wire.pack(mine)))
+        lost = self.ledger.written(rows) & ~kept
+        for columns in np.unique(lost[lost != 0]):
+            self._forsake(rows[lost == columns], kept[lost == columns], columns)
+        self._homeless = np.concatenate([self._homeless, rows[~saved]])
         self.rehome()
 
+    def _forsake(self, rows: Int64s, kept: npt.NDArray[np.uint64], columns: np.uint64) -> None:
+        """Have the columns of rows made anew that are lost, or drop the rows if nobody can."""
+        again = self._units.recompute(self.name, self.schema.names(columns))
+        if again:
+            self.ledger.lose(rows, kept, list(again))
+        else:
+            self.ledger.drop(rows, LOST)
+
     def rehome(self) -> None:
-        """Give rows that are on no unit to one, with their identity, which is known here."""
+        """Give rows that are on no unit to one, with their identity, which is known here; have missing copies made."""
         unit = self._units.best()
         rows, self._homeless = self._homeless, np.empty(0, np.int64) if unit else self._homeless
         rows = rows[self.ledger.alive(rows)]
@@ -438,128 +299,20 @@ class PlacedStore(Store):
             identity = {name: self.ledger.traits.priority(Choice(priority=name), rows) for name in _TOLD}
             cells = {name: wire.pack(values.astype(np.int64)) for name, values in identity.items()}
             cells["group_id"] = wire.pack(self.ledger.groups.ids(rows))
-            self.placement.move(rows, unit, 8 * (len(cells) + 1) * len(rows) + 8)
+            self.placement.move(rows, unit)
+            self.placement.grew(unit, 8 * (len(cells) + 1) * len(rows) + 8)
             self._units.tell(unit, Adopt(self.name, wire.pack(rows), cells))
             self.ledger.write(rows, self.schema.mask(list(IDENTITY)))
+        if self.limits.replicas > 1:
+            self._mirror_all()
 
-
-@dataclass(slots=True)
-class _Parts:
-    """The parts of one write that have come so far."""
-
-    tickets: list[tuple[Ticket, Written, Int64s, int]] = field(default_factory=list)
-
-
-class PlacedDesk(Desk):
-    """Answers the requests about one table whose cells are on units."""
-
-    store: PlacedStore
-
-    def __init__(
-        self, store: PlacedStore, clock: Callable[[], float], rouse: Callable[[float | None], None], units: Units
-    ) -> None:
-        super().__init__(store, clock, rouse)
-        self._units = units
-        self._writes: dict[bytes, _Parts] = {}
-        self._held: set[int] = set()
-
-    def handle(self, request: wire.Request, batch: Batch | None) -> Outcome:
-        """Answer a request that never waits."""
-        match request:
-            case wire.Read() if request.rows:
-                return self.store.reading(wire.unpack(request.rows), list(request.columns)), None
-            case Locate():
-                rows = wire.unpack(request.rows)
-                self.store.ledger.require(rows)
-                units, index = np.unique(self.store.placement.at(rows), return_inverse=True)
-                at = index.astype(np.uint8).tobytes() if len(units) > 1 else b""
-                return Placed(0, Places(units.tolist(), at)), None
-            case Watch():
-                return wire.Rows(wire.pack(self.store.watch(request.trait))), None
-            case Note():
-                self.store.note(wire.unpack(request.rows), request.told)
-                return OK
-            case wire.Write():
-                raise StorageError(f"table {self.store.name!r} has storage units: cells are written there")
-        return super().handle(request, batch)
-
-    def freed(self, request: Freed, session: int) -> Outcome:
-        """Hear that a unit has freed memory, for which puts may wait."""
-        self.store.placement.grew(self._units.number(session), -request.size)
-        self.advance()
-        return OK
-
-    def written(self, ticket: Ticket, part: Written) -> Outcome | None:
-        """Take one part of a write; the last one makes all of them visible."""
-        unit, rows = self._units.number(ticket.session), wire.unpack(part.rows)
-        parts = self._writes.setdefault(part.write_id, _Parts())
-        parts.tickets = [each for each in parts.tickets if each[0].open]
-        parts.tickets.append((ticket, part, rows, unit))
-        if len(parts.tickets) < part.parts:
-            return None
-        del self._writes[part.write_id]
-        try:
-            self._enter(parts, part.lease)
-        except StorageError as error:
-            for each, *_ in parts.tickets:
-                each.settle(type(error)(*error.args))
-        return None
-
-    def _enter(self, parts: _Parts, lease: int | None) -> None:
-        if lease is not None:
-            self.store.ledger.covers(lease, np.concatenate([rows for _, _, rows, _ in parts.tickets]), self._clock())
-        again = [self.store.stale(part, rows, unit) for _, part, rows, unit in parts.tickets]
-        if any(again):
-            for (ticket, *_), reply in zip(parts.tickets, again, strict=True):
-                ticket.settle((reply or Stale(), None))
-            return
-        for ticket, part, rows, unit in parts.tickets:
-            self.store.enter(part, rows, unit)
-            ticket.settle(OK)
-        self.advance()
-
-    def _arrive(self, ticket: Ticket, request: wire.Put | Admit) -> Arriving:
-        if isinstance(request, wire.Put):
-            raise StorageError(f"table {self.store.name!r} has storage units: rows are put there")
-        return self.store.arrival(request, self._units.number(ticket.session))
-
-    def _admit(self, ticket: Ticket) -> wire.Reply:
-        assert isinstance(ticket.intake, Arriving)
-        return self.store.take_in(ticket.intake)
-
-    def _leased(self, leased: wire.Leased, grant: Grant, columns: list[str]) -> Outcome:
-        if len(grant.rows) == 0:
-            return super()._leased(leased, grant, columns)
-        leased.places = self.store.hold(grant.id, grant.rows, columns)
-        self._held.add(grant.id)
-        return leased, None
-
-    def advance(self) -> None:
-        """Go on as any table does, and let go what is held for leases that are over."""
-        super().advance()
-        over = [lease for lease in self._held if lease not in self.store.ledger.outstanding]
-        if over:
-            self._held.difference_update(over)
-            self._units.broadcast(Unhold(over))
-
-    def leave(self, session: int, lost: bool) -> list[int]:
-        """End a session, and what a unit of it would have written."""
-        for parts in self._writes.values():
-            parts.tickets = [each for each in parts.tickets if each[0].session != session]
-        return super().leave(session, lost)
-
-    def lose(self, unit: int) -> None:
-        """Hear that a unit has died."""
-        self.store.lose(unit)
-        self.advance()
-
-    def rehome(self) -> None:
-        """Hear that a unit has joined."""
-        self.store.rehome()
-        self.advance()
-
-    def close(self, error: Callable[[], StorageError]) -> None:
-        """End the table, on the units too."""
-        name = self.store.name
-        super().close(error)
-        self._units.broadcast(Close(name))
+    def _mirror_all(self) -> None:
+        """Have a copy made of every row that has none, if there is a unit for it."""
+        rows = np.setdiff1d(self.placement.mirrored_on(0), self._homeless)
+        rows = rows[self.ledger.alive(rows)]
+        at = self.placement.at(rows)
+        for unit in np.unique(at).tolist():
+            other, mine = self._other(unit), rows[at == unit]
+            if other:
+                self.placement.mirror(mine, other)
+                self._units.tell(unit, Copy(self.name, wire.pack(mine), other))

@@ -172,7 +172,7 @@ def _image(cut: TableCut, blocks: list[image.BlockImage]) -> image.TableImage:
     first = np.array([rows[0] if len(rows) else 0 for rows in cut.puts.values()], np.int64)
     count = np.array([len(rows) for rows in cut.puts.values()], np.int64)
     puts = image.PutsImage(list(cut.puts), first, count)
-    return image.TableImage(cut.name, cut.columns, cut.max_rows, cut.max_bytes, cut.ledger, puts, blocks)
+    return image.TableImage(cut.name, cut.columns, cut.max_rows, cut.max_bytes, cut.ledger, puts, blocks, cut.replicas)
 
 
 def _write_manifest(manifest: Manifest, path: Path) -> None:
@@ -285,7 +285,8 @@ def _read_table(file: BufferedReader) -> TableCut:
         each: np.arange(first, first + count)
         for each, first, count in zip(held.puts.ids, held.puts.first.tolist(), held.puts.count.tolist(), strict=True)
     }
-    return TableCut(held.name, held.columns, held.max_rows, held.max_bytes, held.ledger, puts, blocks)
+    limits = held.max_rows, held.max_bytes, held.replicas
+    return TableCut(held.name, held.columns, *limits, held.ledger, puts, blocks)
 
 
 def _block(file: BufferedReader, held: image.BlockImage) -> Block:

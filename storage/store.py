@@ -35,6 +35,8 @@ class Limits:
 
     rows: int | None = None
     bytes: int | None = None
+    replicas: int = 1
+    """Storage units that hold each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,15 @@ class TableCut:
     columns: dict[str, str]
     max_rows: int | None
     max_bytes: int | None
+    replicas: int
     ledger: LedgerImage
     puts: dict[bytes, Int64s]
     blocks: Iterable[Block]
+
+    @property
+    def limits(self) -> Limits:
+        """How much the table may hold."""
+        return Limits(self.max_rows, self.max_bytes, self.replicas)
 
 
 class Store:
@@ -65,7 +73,9 @@ class Store:
     @classmethod
     def of(cls, cut: TableCut, leases: Iterator[int]) -> "Store":
         """Return the table of a cut, with no lease: what was leased is ready again."""
-        store = cls(cut.name, Schema(cut.columns), Limits(cut.max_rows, cut.max_bytes), cut.ledger.base, leases)
+        store = cls(
+            cut.name, Schema(cut.columns), Limits(cut.max_rows, cut.max_bytes, cut.replicas), cut.ledger.base, leases
+        )
         store.ledger.load(cut.ledger, {task.name: store.schema.mask(task.spec.needs) for task in cut.ledger.tasks})
         store._unit.admit(store.ledger.stop - store.ledger.base)
         store._unit.load(cut.blocks, store.ledger.alive)
@@ -77,7 +87,8 @@ class Store:
         self.sweep()
         columns, limits = dict(self.schema.columns), self.limits
         ledger, blocks = self.ledger.image(), self._unit.blocks()
-        return TableCut(self.name, columns, limits.rows, limits.bytes, ledger, dict(self._puts), blocks)
+        limited = limits.rows, limits.bytes, limits.replicas
+        return TableCut(self.name, columns, *limited, ledger, dict(self._puts), blocks)
 
     @property
     def nbytes(self) -> int:

@@ -104,6 +104,19 @@ class Unit:
         """Make room in the index for all rows below `stop`."""
         self._index.grow(max(0, stop - self._index.stop))
 
+    @property
+    def base(self) -> int:
+        """The first row that the index has room for."""
+        return self._index.base
+
+    def patterns(self, rows: Int64s) -> list[tuple[Int64s, list[str]]]:
+        """Divide rows by the columns that they have here; those without any are left out."""
+        rows = rows[(rows >= self._index.base) & (rows < self._index.stop)]
+        has = self._index.at(rows) != 0
+        kinds, which = np.unique(has, axis=0, return_inverse=True)
+        names = np.array(list(self._number), object)
+        return [(rows[which.reshape(-1) == at], names[kind].tolist()) for at, kind in enumerate(kinds) if kind.any()]
+
     def knows(self, rows: Int64s) -> bool:
         """Whether the index has room for rows."""
         return bool(np.all((rows >= self._index.base) & (rows < self._index.stop)))

@@ -38,6 +38,7 @@ class CreateTable(Message, tag="create_table"):
     columns: dict[str, str]
     max_rows: int | None = None
     max_bytes: int | None = None
+    replicas: int = 1
 
 
 class OpenTable(Message, tag="open_table"):

@@ -11,7 +11,7 @@ from asyncflow.storage.client import Table
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
-from asyncflow.storage.placed import Units
+from asyncflow.storage.units import Units
 
 COLUMNS = {"tokens": "list<int64>", "text": "string", "score": "float32", "blob": "bytes"}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.errors import CellConflict, QueueClosed, StorageError
+from asyncflow.errors import CellConflict, QueueClosed, SchemaError, StorageError
 from asyncflow.storage import Schema, TransferQueue, wire
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
@@ -20,14 +20,14 @@ from asyncflow.storage.host import Host
 from asyncflow.storage.link import EmbeddedLink
 from asyncflow.storage.moving import restore
 from asyncflow.storage.orders import Attach, Stage
-from asyncflow.storage.placed import Units
+from asyncflow.storage.units import Units
 
 COLUMNS = {"prompt": "list<int64>", "answer": "string", "score": "float32"}
 
 
 @contextmanager
 def placed(folder, count=2, recompute=None, snapshot=None):
-    """Serve a queue with so many units, as threads; yield it and the units."""
+    """Serve a queue with so many units, as threads; yield it, the units and the controller."""
     units = Units(recompute)
     controller = Controller(units=units)
     with ExitStack() as stack:
@@ -38,7 +38,7 @@ def placed(folder, count=2, recompute=None, snapshot=None):
             stack.callback(depot.close)
         if snapshot is not None:
             restore(controller, units, snapshot)
-        yield stack.enter_context(TransferQueue.open(url)), depots
+        yield stack.enter_context(TransferQueue.open(url)), depots, controller
 
 
 def prompts(*lengths):
@@ -46,7 +46,7 @@ def prompts(*lengths):
 
 
 def test_puts_go_where_least_is_held(tmp_path):
-    with placed(tmp_path, 3) as (queue, depots):
+    with placed(tmp_path, 3) as (queue, depots, _):
         table = queue.create_table("t", Schema(COLUMNS))
         for _ in range(12):
             table.put(prompts(1000, 1000))
@@ -57,7 +57,7 @@ def test_puts_go_where_least_is_held(tmp_path):
 
 
 def test_a_batch_of_several_units_is_in_the_order_of_its_rows(tmp_path):
-    with placed(tmp_path, 3) as (queue, _):
+    with placed(tmp_path, 3) as (queue, *_):
         table = queue.create_table("t", Schema(COLUMNS))
         table.task("all", ("prompt",))
         rows = np.concatenate([table.put(prompts(*range(first, first + 4))) for first in range(0, 24, 4)])
@@ -69,7 +69,7 @@ def test_a_batch_of_several_units_is_in_the_order_of_its_rows(tmp_path):
 
 
 def test_a_write_to_several_units_is_whole_or_not_at_all(tmp_path):
-    with placed(tmp_path) as (queue, _):
+    with placed(tmp_path) as (queue, *_):
         table = queue.create_table("t", Schema(COLUMNS))
         table.task("score", ("answer",))
         rows = np.concatenate([table.put(prompts(500)), table.put(prompts(500))])
@@ -82,7 +82,7 @@ def test_a_write_to_several_units_is_whole_or_not_at_all(tmp_path):
 
 
 def test_of_writes_at_once_to_the_same_cells_one_is_kept(tmp_path):
-    with placed(tmp_path) as (queue, _), ThreadPoolExecutor(8) as pool:
+    with placed(tmp_path) as (queue, *_), ThreadPoolExecutor(8) as pool:
         table = queue.create_table("t", Schema(COLUMNS))
         for _ in range(10):
             rows = np.concatenate([table.put(prompts(100)) for _ in range(4)])
@@ -97,14 +97,14 @@ def test_of_writes_at_once_to_the_same_cells_one_is_kept(tmp_path):
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_snapshot_comes_back_on_another_number_of_units(tmp_path, count):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    with placed(tmp_path / "a", 2) as (queue, _):
+    with placed(tmp_path / "a", 2) as (queue, *_):
         table = queue.create_table("t", Schema(COLUMNS))
         table.task("judge", ("prompt",), "token_balanced", tokens="prompt", budget=10_000)
         rows = np.concatenate([table.put(prompts(*range(1 + at, 9 + at)), repeat=2) for at in range(6)])
         table.write(rows[::3], {"answer": [str(row) for row in rows[::3]]})
         table.drop(rows[10:14], "gone")
         queue.snapshot(tmp_path / "saved")
-    with placed(tmp_path / "b", count, snapshot=tmp_path / "saved") as (queue, _):
+    with placed(tmp_path / "b", count, snapshot=tmp_path / "saved") as (queue, *_):
         table = queue.table("t")
         left = np.setdiff1d(rows, rows[10:14])
         lengths = np.repeat(np.concatenate([np.arange(1 + at, 9 + at) for at in range(6)]), 2)
@@ -122,7 +122,7 @@ def test_a_snapshot_comes_back_on_another_number_of_units(tmp_path, count):
 
 
 def test_only_units_speak_for_units(tmp_path):
-    with placed(tmp_path) as (queue, depots), TransferQueue.open(depots[0].url) as unit:
+    with placed(tmp_path) as (queue, depots, _), TransferQueue.open(depots[0].url) as unit:
         table = queue.create_table("t", Schema(COLUMNS))
         with pytest.raises(StorageError, match="ask the controller"):
             unit.status()
@@ -197,7 +197,7 @@ def answered(lease, table):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("moment", ["unread", "leased", "judged", "trained"])
 def test_rows_of_a_unit_that_dies_are_made_anew(tmp_path, moment, victim):
-    with placed(tmp_path, recompute=lambda table, columns: ["source", "rollout"]) as (queue, depots):
+    with placed(tmp_path, recompute=lambda table, columns: ["source", "rollout"]) as (queue, depots, _):
         table = queue.create_table("t", Schema(COLUMNS))
         table.task("source", (), repairs=True)
         table.task("rollout", ("prompt",))
@@ -247,7 +247,7 @@ def drained(stream, work, step=None):
 
 
 def test_rows_wait_for_a_unit_where_the_last_one_has_died(tmp_path):
-    with placed(tmp_path, 1, recompute=lambda table, columns: ["source"]) as (queue, depots):
+    with placed(tmp_path, 1, recompute=lambda table, columns: ["source"]) as (queue, depots, _):
         table = queue.create_table("t", Schema(COLUMNS))
         table.task("source", (), repairs=True)
         table.task("train", ("prompt",))
@@ -279,3 +279,73 @@ def test_units_and_clients_end_when_the_controller_is_killed(tmp_path):
                 table.stream("all", rows=2).next(timeout=30)
     while units_of(url):
         time.sleep(0.05)
+
+
+# Copies
+
+
+def test_rows_on_two_units_outlive_one_unit_after_another(tmp_path):
+    with placed(tmp_path, 2) as (queue, depots, controller):
+        table = queue.create_table("t", Schema(COLUMNS), replicas=2)
+        table.task("train", ("prompt", "answer"))
+        before = table.status().bytes
+        rows = np.concatenate([table.put(prompts(50, 60), repeat=2) for _ in range(6)])
+        table.write(rows[::2], {"answer": [str(row) for row in rows[::2]]})
+        for number in range(3):
+            gone = depots.pop(0)
+            gone.close()
+            while gone.url in queue.status().units:
+                time.sleep(0.01)
+            assert table.read(rows, ["prompt"])["prompt"].lengths.tolist() == [50, 50, 60, 60] * 6
+            assert table.read(rows[::2], ["answer"])["answer"].strings() == [str(row) for row in rows[::2]]
+            depots.append(Depot(queue.url, f"ipc://{tmp_path}/again{number}", 30))
+            table.write(rows[number : number + 1], {"answer": [str(rows[number])]})
+            copied(controller, table)
+        table.write(rows, {"answer": [str(row) for row in rows]})
+        table.seal()
+        seen = drained_rows(table.stream("train", rows=5))
+        assert sorted(seen) == rows.tolist()
+        assert settled(table).dropped == {}
+        assert table.status().bytes == before == 0
+        for depot in depots:
+            depot.close()
+
+
+def copied(controller, table):
+    """Wait until every row that lives is on two units."""
+    store = controller._desks[table.name].store
+    rows = store.ledger.find()
+    while np.any(store.placement.copied(rows) != store.ledger.written(rows)):
+        time.sleep(0.005)
+
+
+def drained_rows(stream):
+    seen = []
+    while (lease := stream.next(timeout=20)) is not None:
+        assert lease.batch["answer"].strings() == [str(row) for row in lease.rows]
+        lease.done()
+        seen += lease.rows.tolist()
+    return seen
+
+
+@pytest.mark.parametrize("replicas", [0, 3])
+def test_copies_are_one_or_two(tmp_path, replicas):
+    with placed(tmp_path) as (queue, *_), pytest.raises(SchemaError, match="replicas are 1, or 2"):
+        queue.create_table("t", Schema(COLUMNS), replicas=replicas)
+    with TransferQueue.open() as queue, pytest.raises(SchemaError, match="replicas"):
+        queue.create_table("t", Schema(COLUMNS), replicas=2)
+
+
+def test_a_restored_table_gets_its_copies_again(tmp_path):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    with placed(tmp_path / "a") as (queue, *_):
+        table = queue.create_table("t", Schema(COLUMNS), replicas=2)
+        rows = np.concatenate([table.put(prompts(500, 600)) for _ in range(4)])
+        queue.snapshot(tmp_path / "saved")
+    with placed(tmp_path / "b", snapshot=tmp_path / "saved") as (queue, depots, controller):
+        table = queue.create_table("t", Schema(COLUMNS), replicas=2)
+        copied(controller, table)
+        depots[1].close()
+        while len(queue.status().units) > 1:
+            time.sleep(0.01)
+        assert table.read(rows, ["prompt"])["prompt"].lengths.tolist() == [500, 600] * 4

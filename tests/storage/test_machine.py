@@ -20,7 +20,8 @@ from asyncflow.storage import Schema, TransferQueue
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
-from asyncflow.storage.placed import LOST, Units
+from asyncflow.storage.placed import LOST
+from asyncflow.storage.units import Units
 
 MAX_ROWS, LEASE_SECONDS, ATTEMPTS = 14, 10.0, 3
 TASKS = {"score": "fifo", "train": "group"}
@@ -54,6 +55,8 @@ class Held:
 
 
 class QueueMachine(RuleBasedStateMachine):
+    replicas = 1
+
     def __init__(self):
         super().__init__()
         self.now, self.next_row = 0.0, 0
@@ -66,7 +69,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.table = self.queue.create_table("t", Schema({"x": "int64", "y": "list<int32>"}), max_rows=MAX_ROWS)
+        schema = Schema({"x": "int64", "y": "list<int32>"})
+        self.table = self.queue.create_table("t", schema, max_rows=MAX_ROWS, replicas=self.replicas)
         self.table.task("score", ("x",), max_attempts=ATTEMPTS, lease_seconds=LEASE_SECONDS)
         self.table.task("train", ("x", "y"), "group", ATTEMPTS, LEASE_SECONDS, durable=True)
         self.rows, self.held, self.firsts = {}, [], {}
@@ -349,9 +353,17 @@ class PlacedMachine(QueueMachine):
         depot.close()
         while number in self.units.urls or self.queue._link._units[number].ended is None:
             time.sleep(0.001)
-        for row in lost:
+        for row in lost if self.replicas == 1 else ():
             self.lose(row, LOST)
         self.depots.append(self.joined(next(self.numbers)))
+        self.mirrored()
+
+    def mirrored(self):
+        """Wait until all rows are on two units, if they are to be."""
+        store = self.controller._desks["t"].store
+        rows = np.array(sorted(self.rows), np.int64)
+        while self.replicas == 2 and np.any(store.placement.copied(rows) != store.ledger.written(rows)):
+            time.sleep(0.001)
 
     numbers = itertools.count(2)
 
@@ -363,11 +375,19 @@ class PlacedMachine(QueueMachine):
         self.folder.cleanup()
 
 
+class MirroredMachine(PlacedMachine):
+    """The same where each row is on two units: none is lost."""
+
+    replicas = 2
+
+
 def cell(value):
     return np.full(3, value, np.int32)
 
 
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
+TestMirrored = MirroredMachine.TestCase
+TestMirrored.settings = settings(max_examples=4, stateful_step_count=30, deadline=None)
 TestPlaced = PlacedMachine.TestCase
 TestPlaced.settings = settings(max_examples=4, stateful_step_count=30, deadline=None)
