@@ -1,4 +1,4 @@
-"""Run the benchmark of the main job; `benchmarks.queue`, `benchmarks.durability` and `benchmarks.soak` are run by their own names."""
+"""Run the benchmark of the main job; the others of this folder are run by their own names (`benchmarks.queue`)."""
 
 from benchmarks import quickstart
 
