@@ -14,7 +14,7 @@ from asyncflow.storage.sampler import Wish
 from asyncflow.storage.spec import TaskSpec
 
 
-class Made(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True, frozen=True):
+class Made(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
     """Base of all effects."""
 
 

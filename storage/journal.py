@@ -182,8 +182,8 @@ class Journal:
         for number in [number for number in content.logs if number < first]:
             content.log(number).unlink(missing_ok=True)
         for path in self.folder.glob("base.*"):
-            number = path.name.removeprefix("base.")
-            if number.isdecimal() and (int(number) < first or not snapshot.whole(path)):
+            digits = path.name.removeprefix("base.")
+            if digits.isdecimal() and (int(digits) < first or not snapshot.whole(path)):
                 shutil.rmtree(path)
 
     # Answers
