@@ -11,7 +11,6 @@ Files have the format of `zmq.auth`. A server lets in only clients whose key it 
 import logging
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -167,8 +166,10 @@ def _publics(folder: Path) -> set[bytes]:
     found = set()
     try:
         for path in folder.glob("*.key"):
-            with suppress(StorageError):
+            try:
                 found.add(_load(path)[0])
+            except StorageError as error:
+                log.warning("%s", error)
     except OSError as error:
         log.warning("%s cannot be read: %s", folder, error)
     return found

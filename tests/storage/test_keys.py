@@ -127,7 +127,7 @@ def test_a_client_sends_nothing_beyond_this_host_without_keys(monkeypatch):
 def test_an_address_of_another_host_cannot_be_served(host, keys):
     opened = []
     for _ in range(3):
-        with pytest.raises(StorageError, match="192.0.2.1:1"):
+        with pytest.raises(StorageError, match=r"192\.0\.2\.1:1"):
             host.serve("tcp://192.0.2.1:1", keys)
         opened.append(len(os.listdir("/proc/self/fd")))
     assert opened[2] <= opened[0]
