@@ -148,7 +148,7 @@ def _write(path: Path, public: bytes, secret: bytes | None = None) -> None:
 def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
         return load_certificate(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:  # an index, where a line lacks its "="
         raise StorageError(f"{path} holds no key ({error}): `asyncflow storage keys` writes them") from error
 
 
@@ -162,12 +162,16 @@ def _pair(path: Path) -> tuple[bytes, bytes]:
 
 
 def _publics(folder: Path) -> set[bytes]:
+    """Return the keys of a folder; one bad file must not lock out everybody else, nor end the server."""
     found = set()
-    for path in folder.glob("*.key"):
-        try:
-            found.add(load_certificate(path)[0])
-        except (OSError, ValueError) as error:  # one bad file must not lock out everybody else
-            log.warning("%s holds no key: %s", path, error)
+    try:
+        for path in folder.glob("*.key"):
+            try:
+                found.add(_load(path)[0])
+            except StorageError as error:
+                log.warning("%s", error)
+    except OSError as error:
+        log.warning("%s cannot be read: %s", folder, error)
     return found
 
 
