@@ -119,6 +119,18 @@ class Loader:
                 stream.close()
             raise
 
+    def _to_the_last(self, queue: TransferQueue) -> Iterator[Handed]:
+        """Yield batches until the loop has ended all leases of this worker: with its process they would go back.
+
+        To a stream the leases of another are rows that might come back, so the end of one without a batch is the last.
+        """
+        empty = False
+        while not empty:
+            empty = True
+            for handed in self._handed(queue):
+                empty = empty and handed is _NOTHING
+                yield handed
+
     def _made(self, lease: Lease) -> Handed:
         try:
             value = lease.batch if self.make is None else self.make(lease.batch)
@@ -150,7 +162,7 @@ def _arrivals(stream: Stream, timeout: float) -> Iterator[Lease | None]:
 @cache
 def _dataset_type() -> "Callable[[Loader], IterableDataset[Handed]]":
     """Make the class when it is first wanted: it derives from one of torch's, which is not imported for others."""
-    from torch.utils.data import IterableDataset
+    from torch.utils.data import IterableDataset, get_worker_info
 
     class QueueDataset(IterableDataset[Handed]):
         def __init__(self, loader: Loader) -> None:
@@ -162,7 +174,8 @@ def _dataset_type() -> "Callable[[Loader], IterableDataset[Handed]]":
             if os.getpid() not in self._queues:
                 queue = self._queues[os.getpid()] = self._loader.open()
                 weakref.finalize(self, queue.close)
-            return self._loader._handed(self._queues[os.getpid()])
+            queue = self._queues[os.getpid()]
+            return self._loader._handed(queue) if get_worker_info() is None else self._loader._to_the_last(queue)
 
         def __reduce__(self) -> tuple[Callable[[Loader], "IterableDataset[Handed]"], tuple[Loader]]:
             return Loader.dataset, (self._loader,)

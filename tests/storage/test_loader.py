@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections import Counter
 
 import numpy as np
@@ -95,6 +96,21 @@ def test_rows_that_come_late_reach_waiting_workers(url, table, pool):
     found = pool.submit(lambda: [n for batch in loader.batches(workers(loader, 2)) for n in numbers(batch)])
     fill(table)
     assert sorted(found.result(60)) == list(range(ROWS))
+
+
+def slow(batch):
+    if 0 in batch["number"].array:
+        time.sleep(1)
+    return numbers(batch)
+
+
+def test_a_worker_stays_until_what_it_brought_is_acknowledged(url, table):
+    fill(table)
+    loader = Loader(url, "train", "learn", rows=2, make=slow)
+    # The other worker brings all that is left meanwhile, and then has nothing to do.
+    batches = loader.batches(workers(loader, 2, prefetch_factor=ROWS))
+    assert sorted(number for batch in batches for number in batch) == list(range(ROWS))
+    assert table.ledger().done == ROWS
 
 
 @pytest.mark.parametrize("count", [0, 2])
