@@ -185,7 +185,9 @@ class Depot:
         """End the wait of a request: what the controller waits for is ended there."""
         with self._lock:
             pending = self._asked.get(ticket)
-            if pending is None:
+            # What is being copied was admitted, and is answered when that has ended.
+            if pending is None and isinstance(ticket.request, Fetch | Take):
+                self._takes = [each for each in self._takes if each[0] is not ticket]
                 self._fetches = {hold: each for hold, each in self._fetches.items() if each is not ticket}
                 ticket.settle(LeaseLost("the controller did not tell this unit of what is fetched"))
         if pending is not None:
