@@ -412,6 +412,8 @@ class Depot:
         self._obey(request.shape)
         shelf = self._shelf(request.shape.table)
         unit, before = shelf.copies if request.copy else shelf.unit, shelf.nbytes
+        # Rows that went while they were under way are forgotten here.
+        rows, places = rows[rows >= unit.base], places[rows >= unit.base]
         unit.reach(request.stop)
         unit.put(rows, batch, places)
         if request.copy:

@@ -74,9 +74,10 @@ class Placement:
 
     def free(self, rows: Int64s, base: int) -> None:
         """Tell the units that rows have gone."""
-        for at in (self.at(rows), self.mirrors(rows)):
-            for unit in np.unique(at).tolist():
-                self._units.free(unit, Free(self._table, wire.pack(rows[at == unit]), base))
+        at, mirrors = self.at(rows), self.mirrors(rows)
+        # One order to each unit: with the first, a unit forgets all rows below the base.
+        for unit in np.unique([at, mirrors]).tolist():
+            self._units.free(unit, Free(self._table, wire.pack(rows[(at == unit) | (mirrors == unit)]), base))
         for column in (self._unit, self._mirror, self._copied):
             column.forget(base)
 

@@ -229,7 +229,8 @@ class Unit:
         self._store(Block(batch, block.rows, places))
 
     def forget(self, row: int) -> None:
-        """Let the index below a row go."""
+        """Let the index below a row go, which it may not have reached."""
+        self.reach(row)
         self._index.forget(row)
 
 

@@ -281,6 +281,23 @@ def test_units_and_clients_end_when_the_controller_is_killed(tmp_path):
         time.sleep(0.05)
 
 
+def test_a_unit_that_had_none_of_the_rows_that_went_goes_on(tmp_path):
+    with placed(tmp_path) as (queue, depots, _):
+        table = queue.create_table("t", Schema(COLUMNS))
+        depots[0].close()
+        while len(queue.status().units) > 1:
+            time.sleep(0.01)
+        table.drop(table.put(prompts(*[1] * 3000)), "gone")
+        other = Depot(queue.url, f"ipc://{tmp_path}/other", 30)
+        rows = np.concatenate([table.put(prompts(*[2] * 1500)) for _ in range(4)])
+        assert len(queue.status().units) == 2
+        assert min(queue.status().units.values()) > 0
+        assert table.read(rows, ["prompt"])["prompt"].lengths.tolist() == [2] * 6000
+        table.drop(rows, "gone")
+        assert table.status().bytes == 0
+        other.close()
+
+
 # Copies
 
 
