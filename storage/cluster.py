@@ -90,6 +90,7 @@ class ClusterLink:
         self._leases: OrderedDict[int, tuple[Int64s, Places]] = OrderedDict()
         # What must wait for an answer before it can go on, so that no thread that brings answers does.
         self._hands = ThreadPoolExecutor(2, "asyncflow-cluster")
+        control.attend()
         try:
             self._refresh()
         except StorageError:
@@ -297,7 +298,8 @@ class ClusterLink:
                     self._units.pop(number).close()
             for number, url in reply.units.items():
                 if number not in self._units:
-                    self._units[number] = RemoteLink(url, self._timeout, self._keys)
+                    link = self._units[number] = RemoteLink(url, self._timeout, self._keys)
+                    link.attend()
             self._best = reply.next
 
     def _unit(self, number: int) -> RemoteLink:

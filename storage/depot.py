@@ -365,6 +365,7 @@ class Depot:
             if not isinstance(listed, UnitList) or unit not in listed.units:
                 raise QueueClosed(f"unit {unit} has gone")
             link = self._mirrors[unit] = RemoteLink(listed.units[unit], _PATIENCE, self._keys)
+            link.attend()
         return link
 
     def _copy(self, order: Copy) -> None:

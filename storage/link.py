@@ -30,26 +30,36 @@ GRACE = 10.0
 class Pending:
     """The answer to a request, once it is there."""
 
-    __slots__ = ("_arrived", "_calls", "_outcome", "cancel", "peer")
+    __slots__ = ("_calls", "_gate", "_outcome", "_unset", "cancel", "peer")
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
-        self._arrived = threading.Event()
+        # A lock that is opened once: an Event costs ten times as much.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._unset = [self._gate]
         self._outcome: Outcome | None = None
         self._calls: deque[Callable[[], None]] = deque()
-        self.cancel: Callable[[], None] = lambda: None
+        self.cancel: Callable[[], None] = _nothing
 
     def complete(self, outcome: Outcome) -> None:
         """Set the answer; the first one counts."""
-        if self._outcome is None:
-            self._outcome = outcome
-            self._arrived.set()
-            self._tell()
+        try:
+            gate = self._unset.pop()
+        except IndexError:
+            return
+        self._outcome = outcome
+        gate.release()
+        self._tell()
+
+    def arrived(self) -> bool:
+        """Whether the answer is there."""
+        return self._outcome is not None
 
     def then(self, call: Callable[[], None]) -> None:
         """Have something called once the answer is there, by whoever brings it: it must not block."""
         self._calls.append(call)
-        if self._arrived.is_set():
+        if self._outcome is not None:
             self._tell()
 
     def _tell(self) -> None:
@@ -60,13 +70,15 @@ class Pending:
 
     def wait(self, timeout: float) -> bool:
         """Wait for the answer; return whether it is there."""
-        return self._arrived.wait(timeout)
+        if self._outcome is None and self._gate.acquire(timeout=min(max(timeout, 0), threading.TIMEOUT_MAX)):
+            self._gate.release()
+        return self._outcome is not None
 
     def result(self, timeout: float) -> tuple[wire.Reply, Batch | None]:
         """Wait for the answer and return it, or raise the error that it is."""
-        if not self._arrived.wait(timeout):
+        if not self.wait(timeout):
             self.cancel()
-            if not self._arrived.wait(GRACE):
+            if not self.wait(GRACE):
                 raise WaitTimeout(f"{self.peer} did not answer within {timeout:g} s")
         outcome = self._outcome
         if isinstance(outcome, StorageError):
@@ -74,6 +86,10 @@ class Pending:
             raise type(outcome)(*outcome.args)
         assert outcome is not None
         return outcome[0], gathered(outcome[1])
+
+
+def _nothing() -> None:
+    """Cancel what cannot be cancelled."""
 
 
 class Heard(Pending):

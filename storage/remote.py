@@ -1,4 +1,4 @@
-"""The link of a client in another process: one thread owns the socket, any number of threads use it.
+"""The link of a client in another process, which any number of threads use.
 
 Requests are numbered and answers matched by number, so an answer is never taken for that of another request.
 A connection is a session: when it breaks, every pending and later call says which peer is gone.
@@ -12,19 +12,40 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from asyncflow.errors import MissingDependency, QueueClosed, StorageError, WaitTimeout, WireError
+from asyncflow.errors import QueueClosed, StorageError, WaitTimeout, WireError
 from asyncflow.storage import wire
-from asyncflow.storage.address import check_port, six
+from asyncflow.storage.address import check_port
 from asyncflow.storage.arena import Slab, Window, Writer
 from asyncflow.storage.batch import Batch
-from asyncflow.storage.frames import MAX_FRAME
-from asyncflow.storage.keys import OVERHEAD, Folder, chosen, lock, refusal
+from asyncflow.storage.connection import Connection
+from asyncflow.storage.keys import Folder, chosen
 from asyncflow.storage.link import GRACE, Heard, Pending
 from asyncflow.storage.memory import ClientMemory
-from asyncflow.storage.server import HEARTBEAT_MS, LINGER_MS, MAX_GRANT, SILENCE_MS
+from asyncflow.storage.server import LINGER_MS, MAX_GRANT
 from asyncflow.storage.ticket import Outcome
+
+
+class Awaited(Pending):
+    """An answer that is read from the connection by who waits for it, if nobody else reads."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Connection, peer: str) -> None:
+        super().__init__(peer)
+        self._connection = connection
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the answer; return whether it is there."""
+        if self._connection.attended:
+            return super().wait(timeout)
+        return self._connection.wait(self.arrived, timeout)
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have something called once the answer is there."""
+        if self._outcome is None:
+            self._connection.attend()
+        super().then(call)
 
 
 class RemoteLink:
@@ -37,7 +58,6 @@ class RemoteLink:
         self.peer = f"the queue at {url}"
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
-        self._outbox: deque[list[wire.Buffer]] = deque()
         self._ended: StorageError | None = None
         self._window: Window | None = None
         self._writer = Writer(self._grant)
@@ -46,29 +66,8 @@ class RemoteLink:
         """Whether the cells are held by units."""
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._wake = os.eventfd(0)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
-        self._connect(url)
-        self._thread = threading.Thread(target=self._loop, name="asyncflow-client", daemon=True)
-        self._thread.start()
+        self._connection = Connection(url, self.peer, self._keys, self._receive, self._over)
         self._greet(timeout)
-
-    def _connect(self, url: str) -> None:
-        self._socket.setsockopt(zmq.IPV6, six(url))
-        for option, value in _OPTIONS.items():
-            self._socket.setsockopt(option, value)
-        try:
-            if self._keys is not None:
-                lock(self._socket, self._keys)
-            self._socket.connect(url)
-        except zmq.ZMQError as error:
-            self._free()
-            raise StorageError(f"{url}: {error}") from error
-        except (StorageError, MissingDependency):
-            self._free()
-            raise
 
     def _greet(self, timeout: float) -> None:
         pending = self.send(wire.Hello())
@@ -83,11 +82,11 @@ class RemoteLink:
         self.units = isinstance(welcome, wire.Welcome) and welcome.units
         if isinstance(welcome, wire.Welcome) and Window.visible(welcome.arena, welcome.at, welcome.proof):
             self._window = Window(welcome.arena)
-            self._post(wire.encode_call(next(self._numbers), wire.Map(), None))
+            self._connection.send(wire.encode_call(next(self._numbers), wire.Map(), None))
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
-        """Queue a request for the socket's thread."""
-        return self._send(Pending(self.peer), request, batch)
+        """Send a request."""
+        return self._send(Awaited(self._connection, self.peer), request, batch)
 
     def ask(
         self,
@@ -97,33 +96,28 @@ class RemoteLink:
         *,
         lasting: bool = False,
     ) -> Pending:
-        """Queue a request whose answer is heard in the socket's thread, in the order in which answers come."""
+        """Send a request whose answer is heard in the connection's thread, in the order in which answers come."""
+        self._connection.attend()
         return self._send(Heard(self.peer, hear, lasting=lasting), request, batch)
 
     def _send(self, pending: Pending, request: wire.Request, batch: Batch | None) -> Pending:
         if os.getpid() != self._process:
             raise StorageError(f"{self.peer} was opened by the process that this one was forked from: open it here")
-        number, window = next(self._numbers), self._window
+        number, window, send = next(self._numbers), self._window, self._connection.send
         if window is not None and (counts := window.unpinned()):
-            self._post(wire.encode_call(next(self._numbers), wire.Unpin(counts), None))
-        memory = None if window is None else ClientMemory(window, self._writer)
+            send(wire.encode_call(next(self._numbers), wire.Unpin(counts), None))
+        memory = None if window is None or batch is None else ClientMemory(window, self._writer)
         frames = wire.encode_call(number, request, batch, memory)
-        pending.cancel = lambda: self._post(wire.encode_call(next(self._numbers), wire.Cancel(number), None))
+        pending.cancel = lambda: send(wire.encode_call(next(self._numbers), wire.Cancel(number), None))
         with self._lock:
             ended = self._ended
             if ended is None:
                 self._pending[number] = pending
         if ended is None:
-            self._post(frames)
+            send(frames)
         else:
             pending.complete(ended)
         return pending
-
-    def _post(self, frames: list[wire.Buffer]) -> None:
-        with self._lock:
-            if self._ended is None:
-                self._outbox.append(frames)
-                os.eventfd_write(self._wake, 1)
 
     def writer(self) -> Writer:
         """Return the writer of this connection."""
@@ -154,8 +148,12 @@ class RemoteLink:
 
     @property
     def ended(self) -> StorageError | None:
-        """Why the connection is over, if it is."""
-        return self._ended
+        """Why the connection is over, if it is, and is attended or was read from since."""
+        return self._connection.ended
+
+    def attend(self) -> None:
+        """Have a thread hear of answers, and of the end of the connection, while nobody waits for them."""
+        self._connection.attend()
 
     def serve(self, url: str, keys: Folder | None = None) -> str:
         """Refuse: only the process that holds a queue can serve it."""
@@ -170,49 +168,14 @@ class RemoteLink:
         self._stop(QueueClosed(f"the client of {self.url} is closed"))
 
     def _stop(self, error: StorageError) -> None:
-        with self._lock:
-            if self._ended is None:
-                self._ended = error
-                os.eventfd_write(self._wake, 1)
-        self._thread.join()
+        self._connection.close(error)
 
-    def _loop(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._events, self._wake):
-            poller.register(source, zmq.POLLIN)
-        while self._ended is None:
-            ready = dict(poller.poll())
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            self._send_out()
-            # Answers first: what was sent before the end of a connection still counts.
-            while self._ended is None and self._socket.poll(0):
-                self._receive()
-            if self._events in ready:
-                self._watch()
-        self._free()
-
-    def _watch(self) -> None:
-        event = int(recv_monitor_message(self._events)["event"])
-        if event & _REFUSED:
-            self._end(refusal(self.peer, self._keys, event))
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._end(QueueClosed(f"{self.peer} is gone: the connection broke"))
-
-    def _send_out(self) -> None:
-        # A socket that was refused takes nothing any more, and would block: the event that tells so ends the loop.
-        with suppress(zmq.Again):
-            while self._outbox:
-                self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK, copy=False)
-                self._outbox.popleft()
-
-    def _receive(self) -> None:
-        parts = self._socket.recv_multipart(copy=False)
+    def _receive(self, parts: "list[zmq.Frame]") -> None:
         try:
             memory = None if self._window is None else ClientMemory(self._window, self._writer)
             answer, batch = wire.decode_answer([part.buffer for part in parts], memory)
         except WireError as error:
-            self._end(WireError(f"{self.peer} sent what is no answer: {error}"))
+            self._connection.end(WireError(f"{self.peer} sent what is no answer: {error}"))
             return
         with self._lock:
             pending = self._pending.get(answer.call)
@@ -222,36 +185,16 @@ class RemoteLink:
             body = answer.body
             pending.complete(wire.raised(body) if isinstance(body, wire.Failure) else (body, batch))
 
-    def _end(self, error: StorageError) -> None:
+    def _over(self, error: StorageError) -> None:
+        """End every wait."""
         with self._lock:
             self._ended = self._ended or error
-
-    def _free(self) -> None:
-        with self._lock:
-            self._ended = self._ended or QueueClosed(f"{self.peer} cannot be reached")
-            os.close(self._wake)
             pending, self._pending = self._pending, {}
         for each in pending.values():
             each.complete(self._ended)
         if self._window is not None:
             self._window.close()
-        self._socket.disable_monitor()
-        self._events.close(0)
-        self._socket.close(0)
-        self._context.term()
 
 
 def _segment(reply: wire.Reply) -> int | None:
     return reply.segment if isinstance(reply, wire.Granted) else None
-
-
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_OPTIONS = {
-    zmq.LINGER: 0,
-    zmq.SNDHWM: 0,
-    zmq.RCVHWM: 0,
-    zmq.MAXMSGSIZE: MAX_FRAME + OVERHEAD,
-    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-    zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
-    zmq.TCP_MAXRT: SILENCE_MS,
-}

@@ -9,6 +9,7 @@ because libzmq's own heartbeats stay away, the leases of that client go back wit
 
 import logging
 import os
+import select
 import socket
 import threading
 from collections import deque
@@ -88,6 +89,8 @@ class Server:
         self._peers: dict[bytes, Peer] = {}
         self._connected: set[int] = set()
         self._stopping = False
+        self._looping = 0
+        """The thread that reads, and sends what it has queued itself."""
         self._lock = threading.Lock()
         try:
             self._guard(url, keys)
@@ -113,24 +116,33 @@ class Server:
         self._thread.join()
 
     def _loop(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._events, self._wake):
-            poller.register(source, zmq.POLLIN)
+        self._looping = threading.get_ident()
+        poll = select.poll()
+        descriptors = [self._socket.FD, self._events.FD, self._wake]
         if self._gate is not None:
-            poller.register(self._gate.socket, zmq.POLLIN)
+            descriptors.append(self._gate.socket.FD)
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
         while not self._stopping:
-            ready = dict(poller.poll())
-            if self._wake in ready:
+            if self._wake in [descriptor for descriptor, _ in poll.poll()]:
                 os.eventfd_read(self._wake)
-            if self._gate is not None and self._gate.socket in ready:
-                self._gate.answer()
-            self._watch()
-            if self._socket in ready:
-                self._receive()
-            self._flush()
+            self._work()
         self._gatherers.shutdown()
         self._flush()
         self._free()
+
+    def _work(self) -> None:
+        """Read and answer until nothing is left to do: a descriptor tells of a message once, not of each."""
+        while not self._stopping:
+            while self._gate is not None and self._gate.socket.get(zmq.EVENTS) & zmq.POLLIN:
+                self._gate.answer()
+            self._watch()
+            arrived = self._socket.get(zmq.EVENTS) & zmq.POLLIN
+            if arrived:
+                self._receive()
+            self._flush()
+            if not arrived and not self._outbox and not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                return
 
     def _free(self) -> None:
         with self._lock:
@@ -149,7 +161,7 @@ class Server:
         Events come before the messages that follow them: they are read up to now before each message, so
         that a descriptor which the kernel used again is never taken for the connection that had it before.
         """
-        while self._events.poll(0):
+        while self._events.get(zmq.EVENTS) & zmq.POLLIN:
             event = recv_monitor_message(self._events)
             descriptor = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
@@ -256,7 +268,8 @@ class Server:
 
     def _send(self, name: bytes, number: int, outcome: Outcome | list[wire.Buffer]) -> None:
         self._outbox.append((name, number, outcome))
-        os.eventfd_write(self._wake, 1)
+        if threading.get_ident() != self._looping:
+            os.eventfd_write(self._wake, 1)
 
     def _gather(self, name: bytes, number: int, outcome: Outcome) -> None:
         """Copy the cells of an answer, and queue it."""

@@ -1,0 +1,258 @@
+"""The socket of a client. Whoever waits for an answer reads, for all who wait.
+
+A thread that reads for the others would cost two changes of thread a call, which is more than all the rest of one. It
+is started only where answers are heard by functions, and reads from then on.
+"""
+
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from asyncflow.errors import MissingDependency, QueueClosed, StorageError
+from asyncflow.storage.address import six
+from asyncflow.storage.frames import MAX_FRAME
+from asyncflow.storage.keys import OVERHEAD, Folder, lock, refusal
+from asyncflow.storage.server import HEARTBEAT_MS, SILENCE_MS
+from asyncflow.storage.wire import Buffer
+
+
+class Connection:
+    """A DEALER that many threads send to, and one at a time reads from."""
+
+    def __init__(
+        self,
+        url: str,
+        peer: str,
+        keys: Folder | None,
+        heard: "Callable[[list[zmq.Frame]], None]",
+        over: Callable[[StorageError], None],
+    ) -> None:
+        """Let `heard` have each message, in the order in which they came, and `over` the error that ends them."""
+        self._peer, self._keys, self._heard, self._over = peer, keys, heard, over
+        self.ended: StorageError | None = None
+        """Why the connection is over, if it is and somebody has read so."""
+        self._io = threading.Lock()
+        """Held to use the socket."""
+        self._turns = threading.Condition(threading.Lock())
+        self._leader = 0
+        """The thread that reads, and polls without holding `_io`."""
+        self._followers = 0
+        self._thread: threading.Thread | None = None
+        self._freed = False
+        self._wake = os.eventfd(0)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        try:
+            self._connect(url)
+        except (StorageError, MissingDependency):
+            self._free()
+            raise
+        self._told = self._events.FD
+        self._poll = select.poll()
+        for descriptor in (self._socket.FD, self._told, self._wake):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def _connect(self, url: str) -> None:
+        self._socket.setsockopt(zmq.IPV6, six(url))
+        for option, value in _OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        try:
+            if self._keys is not None:
+                lock(self._socket, self._keys)
+            self._socket.connect(url)
+        except zmq.ZMQError as error:
+            raise StorageError(f"{url}: {error}") from error
+
+    def send(self, frames: list[Buffer]) -> None:
+        """Send a message, from any thread; nothing is sent when the connection is over."""
+        with self._io:
+            if self.ended is not None:
+                return
+            try:
+                # One that was refused takes nothing any more: the event that tells so ends the connection.
+                with suppress(zmq.Again):
+                    self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                # The descriptor tells of a message once: whoever polls must be told of one that came meanwhile.
+                if self._leader and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                    os.eventfd_write(self._wake, 1)
+            except BaseException:
+                # A signal's handler may raise anywhere: half a message must not be taken for the head of the next.
+                self.ended = self._interrupted()
+                os.eventfd_write(self._wake, 1)
+                raise
+
+    def wait(self, arrived: Callable[[], bool], timeout: float) -> bool:
+        """Read, or let another read, until something has arrived; return whether it has, at the end of the time."""
+        deadline = time.monotonic() + timeout
+        try:
+            while not arrived():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                if self._lead():
+                    self._read(arrived, deadline)
+                    self._leave()
+                else:
+                    self._follow(lambda: arrived() or self._vacant, left)
+            return True
+        finally:
+            self._leave()
+
+    def attend(self) -> None:
+        """Have a thread read from now on."""
+        with self._turns:
+            if self._thread is not None or self.ended is not None:
+                return
+            thread = threading.Thread(target=self._attend, name="asyncflow-client", daemon=True)
+            thread.start()
+            self._thread = thread
+        self._rouse()
+
+    @property
+    def attended(self) -> bool:
+        """Whether a thread reads."""
+        return self._thread is not None
+
+    def end(self, error: StorageError) -> None:
+        """Read no more than the message that is being heard."""
+        self.ended = self.ended or error
+
+    def close(self, error: StorageError) -> None:
+        """End it; idempotent."""
+        with self._io:
+            self.ended = self.ended or error
+        self._rouse()
+        try:
+            while not self._lead():
+                self._follow(lambda: self._vacant, 1.0)
+            self._finish()
+        finally:
+            self._leave()
+
+    # Turns
+
+    @property
+    def _vacant(self) -> bool:
+        """Whether nobody reads, and anybody may."""
+        return self._leader == 0 and (self._thread is None or self.ended is not None)
+
+    def _lead(self) -> bool:
+        me = threading.get_ident()
+        with self._turns:
+            if self._vacant or (self._leader == 0 and self._thread is threading.current_thread()):
+                self._leader = me
+            return self._leader == me
+
+    def _leave(self) -> None:
+        """Stop to lead, whoever does."""
+        if self._leader == threading.get_ident():
+            with self._turns:
+                self._leader = 0
+                self._turns.notify_all()
+
+    def _follow(self, until: Callable[[], bool], timeout: float) -> None:
+        with self._turns:
+            self._followers += 1
+            try:
+                self._turns.wait_for(until, timeout)
+            finally:
+                self._followers -= 1
+
+    def _attend(self) -> None:
+        try:
+            while not self._lead():
+                self._follow(lambda: self._leader == 0, 1.0)
+            self._read(lambda: False, math.inf)
+        finally:
+            self._leave()
+
+    def _rouse(self) -> None:
+        """Have whoever polls look around."""
+        with self._io:
+            if not self._freed:
+                os.eventfd_write(self._wake, 1)
+
+    # Reading, by whoever leads
+
+    def _read(self, arrived: Callable[[], bool], deadline: float) -> None:
+        """Read until something has arrived, the time is over, the connection is, or a thread is to take over."""
+        thread, over = self._thread, False
+        while self.ended is None:
+            self._take(arrived, over)
+            left = deadline - time.monotonic()
+            if self.ended is not None or arrived() or self._thread is not thread or left <= 0:
+                break
+            ready = [fd for fd, _ in self._poll.poll(None if left == math.inf else math.ceil(left * 1000))]
+            over = self._told in ready
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+        if self.ended is not None:
+            self._finish()
+
+    def _take(self, arrived: Callable[[], bool], over: bool) -> None:
+        """Pass on what has come, at least until something has arrived; answers before the end, if it is `over`."""
+        try:
+            end = self._event() if over else None
+            while (end or not arrived()) and (parts := self._next()) is not None:
+                self._heard(parts)
+                if self._followers:
+                    with self._turns:
+                        self._turns.notify_all()
+            self.ended = self.ended or end
+        except BaseException:
+            self.ended = self.ended or self._interrupted()
+            self._finish()
+            raise
+
+    def _next(self) -> "list[zmq.Frame] | None":
+        with self._io:
+            if self.ended is not None or not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                return None
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+
+    def _event(self) -> StorageError | None:
+        if not self._events.get(zmq.EVENTS) & zmq.POLLIN:
+            return None
+        event = int(recv_monitor_message(self._events)["event"])
+        if event & _REFUSED:
+            return refusal(self._peer, self._keys, event)
+        return QueueClosed(f"{self._peer} is gone: the connection broke")
+
+    def _interrupted(self) -> StorageError:
+        return QueueClosed(f"the connection to {self._peer} was ended by an interrupt in the middle of a message")
+
+    def _finish(self) -> None:
+        """Tell of the end, and free the socket."""
+        self._over(self.ended or QueueClosed(f"{self._peer} cannot be reached"))
+        self._free()
+
+    def _free(self) -> None:
+        with self._io:
+            if self._freed:
+                return
+            self._freed = True
+            os.close(self._wake)
+            self._socket.disable_monitor()
+            self._events.close(0)
+            self._socket.close(0)
+            self._context.term()
+
+
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 0,
+    zmq.RCVHWM: 0,
+    zmq.MAXMSGSIZE: MAX_FRAME + OVERHEAD,
+    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+    zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+    zmq.TCP_MAXRT: SILENCE_MS,
+}
