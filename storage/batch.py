@@ -36,6 +36,13 @@ class Batch:
             raise SchemaError(f"columns of different lengths: {lengths}" + ("" if rows is None else f", {rows} rows"))
 
     @classmethod
+    def alike(cls, columns: dict[str, Column], rows: int) -> "Batch":
+        """Make a batch of columns that are known to have so many cells each."""
+        batch = cls.__new__(cls)
+        batch._columns, batch._rows = columns, rows
+        return batch
+
+    @classmethod
     def of(cls, schema: Schema, columns: "Mapping[str, ColumnData] | Batch") -> "Batch":
         """Make a batch whose columns have the dtypes of a schema; anything else is a SchemaError."""
         if isinstance(columns, Batch):
@@ -79,7 +86,7 @@ class Batch:
 
     def select(self, names: Iterable[str]) -> "Batch":
         """Return some of the columns, in this order."""
-        return Batch({name: self[name] for name in names}, self._rows)
+        return Batch.alike({name: self[name] for name in names}, self._rows)
 
     def with_columns(self, columns: "Mapping[str, ColumnData]") -> "Batch":
         """Return the batch with more columns, or with others in the place of those of the same name."""
@@ -89,7 +96,7 @@ class Batch:
         """Return rows start to stop without a copy of the values."""
         start, stop, _ = slice(start, stop).indices(self._rows)
         stop = max(start, stop)
-        return Batch({name: column.slice(start, stop) for name, column in self._columns.items()}, stop - start)
+        return Batch.alike({name: column.slice(start, stop) for name, column in self._columns.items()}, stop - start)
 
     def take(self, indices: "Int64s | Sequence[int]") -> "Batch":
         """Return rows in the order of `indices`, each as often as it is named; negative ones are refused."""

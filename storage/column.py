@@ -268,7 +268,10 @@ class Pick:
         if len(indices) == 0:
             return
         breaks = np.flatnonzero(indices[1:] != indices[:-1] + 1)
-        self.range = None if len(breaks) else (int(indices[0]), int(indices[-1]) + 1)
+        if len(breaks) == 0:
+            self.range = int(indices[0]), int(indices[-1]) + 1
+            return
+        self.range = None
         # Where each run of consecutive indices begins and ends.
         self.first, self.last = np.append(0, breaks + 1), np.append(breaks, len(indices) - 1)
 

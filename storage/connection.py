@@ -56,6 +56,7 @@ class Connection:
             self._free()
             raise
         self._told = self._events.FD
+        self._events.get(zmq.EVENTS)  # a descriptor tells only of what comes after somebody has found nothing
         self._poll = select.poll()
         for descriptor in (self._socket.FD, self._told, self._wake):
             self._poll.register(descriptor, select.POLLIN)

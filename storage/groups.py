@@ -59,13 +59,29 @@ class Groups:
         """Add new rows, which follow those there are, to the groups of these ids; return their slots."""
         if len(rows) == 0:
             return rows
+        fresh = int(ids[0]) >= self.unused and bool((ids[1:] > ids[:-1]).all())
         self.unused = max(self.unused, int(ids.max()) + 1)
-        slots = self._find(ids)
         self._next.grow(len(rows))
         self._slot.grow(len(rows))
+        if fresh:
+            slots = self._begin(ids)
+            self._living.put(slots, 1)
+            self._first.put(slots, rows)
+            self._last.put(slots, rows)
+        else:
+            slots = self._find(ids)
+            self._living.add(slots, 1)
+            self._chain(rows, slots)
         self._slot.put(rows, slots)
-        self._living.add(slots, 1)
-        self._chain(rows, slots)
+        return slots
+
+    def _begin(self, ids: Int64s) -> Int64s:
+        """Give slots to distinct ids that have none."""
+        slots = np.arange(self.stop, self.stop + len(ids))
+        for column in (self._ids, self._first, self._last, self._living):
+            column.grow(len(ids))
+        self._ids.put(slots, ids)
+        self._slots.update(zip(ids.tolist(), slots.tolist(), strict=True))
         return slots
 
     def _find(self, ids: Int64s) -> Int64s:
@@ -73,11 +89,7 @@ class Groups:
         known = [self._slots.get(each, _END) for each in distinct.tolist()]
         slots = np.array(known, np.int64)
         fresh = np.flatnonzero(slots == _END)
-        slots[fresh] = np.arange(self.stop, self.stop + len(fresh))
-        for column in (self._ids, self._first, self._last, self._living):
-            column.grow(len(fresh))
-        self._ids.put(slots[fresh], distinct[fresh])
-        self._slots.update(zip(distinct[fresh].tolist(), slots[fresh].tolist(), strict=True))
+        slots[fresh] = self._begin(distinct[fresh])
         return slots[inverse]
 
     def known(self, ids: Int64s) -> Int64s:
@@ -110,7 +122,7 @@ class Groups:
         """Take rows out of the count; a group without living rows is forgotten, and its id may start anew."""
         slots = self._slot.at(rows)
         self._living.add(slots, -1)
-        over = np.unique(slots[self._living.at(slots) == 0])
+        over = slots[self._living.at(slots) == 0]
         for each in self._ids.at(over).tolist():
             self._slots.pop(each, None)
 

@@ -1,6 +1,7 @@
 """A put, checked against a schema and given its identity columns, before its rows are admitted."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,8 @@ from asyncflow.storage.schema import Schema
 from asyncflow.types import Int64s
 
 _MAX_GROUP = 1 << 62
+_FEW = 1024
+_NOTHING = Batch()
 
 
 class Arrival(Protocol):
@@ -50,9 +53,11 @@ class Intake:
         return self.shared.nbytes + 8 * len(self.shared) + self.own.nbytes
 
     @property
-    def parts(self) -> tuple[tuple[Batch, Int64s], tuple[Batch, Int64s]]:
-        """The two batches, each with the place of every row in it."""
+    def parts(self) -> tuple[tuple[Batch, Int64s], ...]:
+        """The batches that have columns, each with the place of every row in it."""
         count = len(self.shared)
+        if len(self.own.names) == 0:
+            return ((self.shared, np.repeat(np.arange(count), self.repeat)),)
         return (
             (self.shared, np.repeat(np.arange(count), self.repeat)),
             (self.own, np.tile(np.arange(self.repeat), count)),
@@ -95,13 +100,23 @@ def check_write(schema: Schema, rows: Int64s, batch: Batch) -> None:
 
 def _filled(batch: Batch, repeat: int, put_id: bytes) -> Intake:
     count = len(batch)
-    shared = batch
-    if "source" not in shared:
-        shared = shared.with_columns({"source": blank(count)})
-    if "prompt_id" not in shared:
-        shared = shared.with_columns({"prompt_id": np.full(count, -1)})
+    given = _few(count) if count <= _FEW else _identity(count)
+    filled = {name: column for name, column in given.items() if name not in batch}
+    if repeat == 1:
+        return Intake(put_id, batch.with_columns(filled), _NOTHING, repeat)
     own = {"rollout_id": np.arange(repeat), "segment": np.zeros(repeat, np.int64)}
-    return Intake(put_id, shared, Batch({name: data for name, data in own.items() if name not in batch}), repeat)
+    shared = {name: column for name, column in filled.items() if name not in own}
+    return Intake(put_id, batch.with_columns(shared), Batch(own), repeat)
+
+
+def _identity(count: int) -> dict[str, Column]:
+    """Return what a put gets that does not say otherwise."""
+    zeros = Column.infer(np.zeros(count, np.int64))
+    unnamed = Column.infer(np.full(count, -1))
+    return {"source": blank(count), "prompt_id": unnamed, "rollout_id": zeros, "segment": zeros}
+
+
+_few = lru_cache(maxsize=64)(_identity)
 
 
 def blank(count: int) -> Column:

@@ -69,6 +69,8 @@ class Rolling(Generic[T]):
     def first_other(self, value: int, limit: int) -> int:
         """Return the first id from base up to `limit` that does not hold `value`, or `limit`."""
         start = self.base
+        if start < limit and self._data[start - self._first] != value:
+            return start
         while start < limit:
             found = np.flatnonzero(self.span(start, min(start + 4096, limit)) != value)
             if len(found):

@@ -123,6 +123,7 @@ class Server:
             descriptors.append(self._gate.socket.FD)
         for descriptor in descriptors:
             poll.register(descriptor, select.POLLIN)
+        self._work()  # a descriptor tells only of what comes after somebody has found nothing
         while not self._stopping:
             if self._wake in [descriptor for descriptor, _ in poll.poll()]:
                 os.eventfd_read(self._wake)

@@ -105,7 +105,8 @@ class Store:
 
     def bounded(self, intake: A) -> A:
         """Refuse a put that would not fit into an empty table."""
-        if _over(intake.rows, self.limits.rows) or _over(intake.nbytes, self.limits.bytes):
+        limits = self.limits
+        if _over(intake.rows, limits.rows) or (limits.bytes is not None and intake.nbytes > limits.bytes):
             raise CapacityExceeded(
                 f"table {self.name!r} holds at most {self.limits.rows} rows and {self.limits.bytes} bytes; "
                 f"one put has {intake.rows} rows and {intake.nbytes} bytes"
@@ -114,9 +115,10 @@ class Store:
 
     def fits(self, intake: Arrival) -> bool:
         """Whether there is room for a put now; one that was admitted before always fits."""
+        limits = self.limits
         return intake.id in self._puts or not (
-            _over(self.ledger.live + intake.rows, self.limits.rows)
-            or _over(self.nbytes + intake.nbytes, self.limits.bytes)
+            _over(self.ledger.live + intake.rows, limits.rows)
+            or (limits.bytes is not None and self.nbytes + intake.nbytes > limits.bytes)
         )
 
     def admit(self, intake: Intake) -> Int64s:

@@ -65,7 +65,7 @@ class Cells:
         found: dict[str, Column] = {}
         for cells, names in self._places:
             found.update(self._take(cells, names))
-        return Batch({name: found[name] for name in self._columns}, self.rows)
+        return Batch.alike({name: found[name] for name in self._columns}, self.rows)
 
     def _take(self, cells: Int64s, names: list[str]) -> dict[str, Column]:
         blocks, places = cells >> _PLACE_BITS, cells & _PLACE
@@ -169,11 +169,7 @@ class Unit:
     def locate(self, rows: Int64s, columns: Sequence[str]) -> "Cells":
         """Find cells in the order of the rows, all of them written, without looking into their blocks."""
         cells = self._index.at(rows)[:, self._numbers(columns)].T.copy()
-        # Columns that were put together lie alike, so that the way to them is found once.
-        alike: dict[bytes, list[int]] = {}
-        for at in range(len(columns)):
-            alike.setdefault(cells[at].tobytes(), []).append(at)
-        places = [(cells[same[0]], [columns[at] for at in same]) for same in alike.values()]
+        places = _alike(cells, list(columns))
         keys = {key for each, _ in places for key in _distinct(each >> _PLACE_BITS)}
         return Cells({key: self._blocks[key].batch for key in keys}, places, list(columns), len(rows))
 
@@ -193,8 +189,14 @@ class Unit:
         A block is looked at only when half of its rows have gone since it was last, so that freeing a large
         one piece by piece costs a constant per row.
         """
-        keys, counts = np.unique(self._index.at(rows) >> _PLACE_BITS, return_counts=True)
+        found = self._index.at(rows) >> _PLACE_BITS
         self._index.put(rows, 0)
+        if len(rows) and (found == found[0]).all():  # what was put together mostly goes together
+            for key in set(found[0].tolist()):
+                if key:
+                    self._lose(key, len(rows))
+            return
+        keys, counts = np.unique(found, return_counts=True)
         for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
             if key:
                 self._lose(key, count // len(self._blocks[key].batch.names))
@@ -234,8 +236,20 @@ class Unit:
         self._index.forget(row)
 
 
+def _alike(cells: Int64s, columns: list[str]) -> list[tuple[Int64s, list[str]]]:
+    """Divide columns by where their cells lie: the way to those that were put together is found once."""
+    if len(columns) and (cells == cells[0]).all():
+        return [(cells[0], columns)]
+    alike: dict[bytes, list[int]] = {}
+    for at in range(len(columns)):
+        alike.setdefault(cells[at].tobytes(), []).append(at)
+    return [(cells[same[0]], [columns[at] for at in same]) for same in alike.values()]
+
+
 def _distinct(keys: Int64s) -> list[int]:
     """Return the distinct keys; most cells lie in one block, or follow those of the same."""
+    if (keys == keys[0]).all():
+        return [int(keys[0])]
     found: list[int] = np.unique(keys[np.append(True, keys[1:] != keys[:-1])]).tolist()
     return found
 
