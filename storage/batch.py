@@ -22,10 +22,11 @@ __all__ = ["Batch", "Column", "ColumnData"]
 class Batch:
     """Ordered columns of one length; plain arrays and lists become columns of the dtype they show."""
 
-    __slots__ = ("_columns", "_rows")
+    __slots__ = ("_columns", "_nbytes", "_rows")
 
     def __init__(self, columns: "Mapping[str, ColumnData] | None" = None, rows: int | None = None) -> None:
         """Take columns by name; `rows` is needed only where there is no column to tell it."""
+        self._nbytes = -1
         # Batches are mostly made of columns that there are: a call for each would cost more than all else here.
         self._columns = {
             name: data if isinstance(data, Column) else _column(name, data) for name, data in (columns or {}).items()
@@ -39,7 +40,7 @@ class Batch:
     def alike(cls, columns: dict[str, Column], rows: int) -> "Batch":
         """Make a batch of columns that are known to have so many cells each."""
         batch = cls.__new__(cls)
-        batch._columns, batch._rows = columns, rows
+        batch._columns, batch._rows, batch._nbytes = columns, rows, -1
         return batch
 
     @classmethod
@@ -82,7 +83,9 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(column.nbytes for column in self._columns.values())
+        if self._nbytes < 0:
+            self._nbytes = sum(column.nbytes for column in self._columns.values())
+        return self._nbytes
 
     def select(self, names: Iterable[str]) -> "Batch":
         """Return some of the columns, in this order."""

@@ -377,8 +377,12 @@ class Ledger:
             raise SchemaError(f"task {task.name!r} is durable: done needs the step that used the rows")
         self.scribe.before(effect.Finished(lease, step))
         del self._grants[grant.id]
-        task.move(rows, self.groups.slots(rows), DONE)
         later = step is not None and task.spec.durable and step > task.committed
+        if not later and task.replay is None and (self._undone.at(rows) == 1).all():
+            task.done += len(rows)  # nobody else wants them: they need not be done before they are gone
+            self._settle(rows)
+            return
+        task.move(rows, self.groups.slots(rows), DONE)
         if later and step is not None:
             task.unsettled.setdefault(step, []).append(rows)
         if task.replay is not None:

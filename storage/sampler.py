@@ -125,7 +125,7 @@ class Order:
             return
         self._waits.put(ids, 1)
         last = self._main[self._stop - 1] if self._stop > self._start else -1
-        inside = int(np.searchsorted(ids, last))
+        inside = int(ids.searchsorted(last))
         self._append(ids[inside:])
         if inside:
             self._late = np.sort(np.concatenate([self._late, ids[:inside]]), kind="stable")
@@ -167,8 +167,8 @@ class Order:
 
     def _drop(self, last: int) -> None:
         """Remove all ids up to `last`."""
-        gone = int(np.searchsorted(self._main[self._start : self._stop], last, side="right"))
-        late = int(np.searchsorted(self._late, last, side="right"))
+        gone = int(self._main[self._start : self._stop].searchsorted(last, "right"))
+        late = int(self._late.searchsorted(last, "right"))
         self._waits.put(self._main[self._start : self._start + gone], 0)
         self._waits.put(self._late[:late], 0)
         self._start += gone

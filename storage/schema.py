@@ -10,7 +10,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Literal
 
 import numpy as np
@@ -112,10 +113,14 @@ def _shaped(logical: str, shape: tuple[int, ...]) -> str:
     return f"{logical}[{','.join(map(str, shape))}]" if shape else logical
 
 
+_MASKS = 256
+"""Kept masks of a schema: tasks and puts name the same columns again and again."""
+
+
 class Schema:
     """The columns of a table, name to dtype; identity columns are part of every table and need not be named."""
 
-    __slots__ = ("_bits", "columns")
+    __slots__ = ("_bits", "_masks", "columns")
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns: dict[str, str] = IDENTITY | {
@@ -123,6 +128,7 @@ class Schema:
         }
         if len(self.columns) > MAX_COLUMNS:
             raise SchemaError(f"{len(self.columns)} columns with the identity columns, at most {MAX_COLUMNS}")
+        self._masks: dict[tuple[str, ...], np.uint64] = {}
         self._bits = {name: np.uint64(1 << bit) for bit, name in enumerate(self.columns)}
 
     @staticmethod
@@ -157,11 +163,14 @@ class Schema:
 
     def mask(self, names: "list[str] | tuple[str, ...]") -> np.uint64:
         """Return the presence bits of some columns."""
-        bits = np.uint64(0)
-        for name in names:
-            self.dtype(name)
-            bits |= self._bits[name]
-        return bits
+        key = tuple(names)
+        if key not in self._masks:
+            for name in names:
+                self.dtype(name)
+            if len(self._masks) >= _MASKS:
+                self._masks.clear()
+            self._masks[key] = reduce(or_, (self._bits[name] for name in names), np.uint64(0))
+        return self._masks[key]
 
     def names(self, mask: np.uint64) -> list[str]:
         """Return the columns whose presence bits are set."""

@@ -71,6 +71,8 @@ class Cells:
         blocks, places = cells >> _PLACE_BITS, cells & _PLACE
         if (blocks == blocks[0]).all():
             pick, batch = Pick(places), self._batches[int(blocks[0])]
+            if pick.range == (0, len(batch)):
+                return {name: batch[name] for name in names}
             return {name: batch[name].take(pick) for name in names}
         order = np.argsort(blocks, kind="stable")
         blocks, places = blocks[order], places[order]
