@@ -123,6 +123,10 @@ class QueueClosed(StorageError, RuntimeError):
     """The queue, table or stream was closed."""
 
 
+class UnitLost(QueueClosed):
+    """The storage unit that a request was sent to has gone, the queue has not: the same request may be sent again."""
+
+
 class QueueFailed(StorageError, RuntimeError):
     """A producer failed, and every waiting consumer learns of it with this error."""
 

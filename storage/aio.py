@@ -11,17 +11,19 @@ What a call sends is copied in the loop's thread before it first waits, which ta
 import asyncio
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from asyncflow.errors import StorageError, WaitTimeout
+from asyncflow.errors import StorageError, UnitLost, WaitTimeout
 from asyncflow.storage import client, wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.client import DISK_TIMEOUT, TIMEOUT, RowList
-from asyncflow.storage.link import GRACE, Pending
+from asyncflow.storage.link import GRACE, Pending, pauses
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s
@@ -73,6 +75,16 @@ async def answered(pending: Pending, timeout: float, surplus: Callable[[], None]
             pending.then(threading.Thread(target=surplus, name="asyncflow-surplus", daemon=True).start)
         raise
     return pending
+
+
+async def _lasting(send: Callable[[], Pending], timeout: float) -> tuple[wire.Reply, Batch | None]:
+    """Send a request, and again if the storage unit that it went to is lost: it has its effect once."""
+    deadline = time.monotonic() + timeout
+    for pause in pauses(timeout):
+        with suppress(UnitLost):
+            return (await answered(send(), max(deadline - time.monotonic(), 0))).result(0)
+        await asyncio.sleep(pause)
+    return (await answered(send(), 0)).result(0)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, arrived: "asyncio.Future[None]") -> None:
@@ -134,15 +146,16 @@ class AsyncTable:
 
     async def put(self, batch: Batch | Mapping[str, ColumnData], repeat: int = 1, timeout: float = TIMEOUT) -> Int64s:
         """Admit rows and return their ids; waits while the table is full."""
-        pending = self.blocking.send_put(batch, repeat)
-        return client.put_rows((await answered(pending, timeout)).result(0))
+        request, cells = self.blocking.prepared(batch, repeat)
+        return client.put_rows(await _lasting(partial(self._link.send, request, cells), timeout))
 
     async def write(
         self, rows: RowList, batch: Batch | Mapping[str, ColumnData], lease: "AsyncLease | int | None" = None
     ) -> None:
         """Add cells to living rows, all or none."""
         held = lease.id if isinstance(lease, AsyncLease) else lease
-        (await answered(self.blocking.send_write(rows, batch, held), TIMEOUT)).result(0)
+        request, cells = self.blocking.prepared_write(rows, batch, held)
+        await _lasting(partial(self._link.send, request, cells), TIMEOUT)
 
     async def read(self, rows: RowList, columns: Sequence[str]) -> Batch:
         """Return cells in the order of `rows` without consuming them."""

@@ -7,9 +7,12 @@ message names the table, the task, what was waited for and the missing columns.
 
 import os
 import secrets
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -18,12 +21,12 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.errors import SchemaError, StorageError, WireError
+from asyncflow.errors import SchemaError, StorageError, UnitLost, WireError
 from asyncflow.storage import snapshot, wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.journal import open_journal
-from asyncflow.storage.link import EmbeddedLink, Link, Pending
+from asyncflow.storage.link import EmbeddedLink, Link, Pending, pauses
 from asyncflow.storage.memory import Room
 from asyncflow.storage.message import Message
 from asyncflow.storage.schema import Schema
@@ -180,11 +183,15 @@ class Table:
         -1, a new group_id for each row of the batch, rollout_id 0 to repeat - 1, segment 0; with `repeat`
         the last two are always filled in.
         """
-        return put_rows(self.send_put(batch, repeat).result(timeout))
+        return put_rows(_lasting(partial(self._link.send, *self.prepared(batch, repeat)), timeout))
 
     def send_put(self, batch: "Batch | Mapping[str, ColumnData]", repeat: int = 1) -> Pending:
         """Begin a put; `put_rows` reads the answer."""
-        return self._link.send(wire.Put(self.name, secrets.token_bytes(16), repeat), self._batch(batch))
+        return self._link.send(*self.prepared(batch, repeat))
+
+    def prepared(self, batch: "Batch | Mapping[str, ColumnData]", repeat: int = 1) -> tuple[wire.Put, Batch]:
+        """Return a put as a request, which may be sent more than once: it has its effect once."""
+        return wire.Put(self.name, secrets.token_bytes(16), repeat), self._batch(batch)
 
     def room(self, cells: Mapping[str, int | Int64s]) -> Room:
         """Make room for cells that are written in place, and then put without a copy: `put(room.batch())`.
@@ -200,11 +207,18 @@ class Table:
 
         Under a `lease`, all rows must be held by it and it must be in force (LeaseLost).
         """
-        self.send_write(rows, batch, lease.id if isinstance(lease, Lease) else lease).result(TIMEOUT)
+        held = lease.id if isinstance(lease, Lease) else lease
+        _lasting(partial(self._link.send, *self.prepared_write(rows, batch, held)), TIMEOUT)
 
     def send_write(self, rows: RowList, batch: "Batch | Mapping[str, ColumnData]", lease: int | None = None) -> Pending:
         """Begin a write."""
-        return self._link.send(wire.Write(self.name, _pack(rows), lease), self._batch(batch))
+        return self._link.send(*self.prepared_write(rows, batch, lease))
+
+    def prepared_write(
+        self, rows: RowList, batch: "Batch | Mapping[str, ColumnData]", lease: int | None = None
+    ) -> tuple[wire.Write, Batch]:
+        """Return a write as a request."""
+        return wire.Write(self.name, _pack(rows), lease), self._batch(batch)
 
     def _batch(self, columns: "Batch | Mapping[str, ColumnData]") -> Batch:
         names = columns.names if isinstance(columns, Batch) else columns.keys()
@@ -456,6 +470,16 @@ def _call(
 ) -> R:
     reply, _ = link.send(request, batch).result(timeout)
     return _expected(reply, expect)
+
+
+def _lasting(send: Callable[[], Pending], timeout: float) -> tuple[wire.Reply, Batch | None]:
+    """Send a request, and again if the storage unit that it went to is lost: it has its effect once."""
+    deadline = time.monotonic() + timeout
+    for pause in pauses(timeout):
+        with suppress(UnitLost):
+            return send().result(max(deadline - time.monotonic(), 0))
+        time.sleep(pause)
+    return send().result(0)
 
 
 def put_rows(answer: tuple[wire.Reply, Batch | None]) -> Int64s:

@@ -15,12 +15,21 @@ from functools import partial
 
 import numpy as np
 
-from asyncflow.errors import LeaseLost, QueueClosed, RowGone, SchemaError, StorageError, WaitTimeout, WireError
+from asyncflow.errors import (
+    LeaseLost,
+    QueueClosed,
+    RowGone,
+    SchemaError,
+    StorageError,
+    UnitLost,
+    WaitTimeout,
+    WireError,
+)
 from asyncflow.storage import wire
 from asyncflow.storage.arena import Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.keys import Folder
-from asyncflow.storage.link import Pending
+from asyncflow.storage.link import AGAIN, AGAIN_AT_MOST, Pending
 from asyncflow.storage.memory import keep
 from asyncflow.storage.orders import AskUnits, Fetch, Locate, Measured, Note, Placed, Places, Stage, UnitList, Watch
 from asyncflow.storage.remote import RemoteLink
@@ -29,8 +38,8 @@ from asyncflow.storage.ticket import Outcome
 from asyncflow.storage.traits import measure
 from asyncflow.types import Int64s
 
-# Seconds until a unit that could not be reached is known to be gone, in most cases.
-_AGAIN = 0.02
+# Seconds that a unit may take to greet.
+_CONNECT = 10.0
 # Leases whose places are remembered, for writes under them.
 _REMEMBERED = 4096
 
@@ -38,13 +47,15 @@ _REMEMBERED = 4096
 class Steps(Pending):
     """The answer to a request that takes several, one after another; to cancel it cancels those that wait."""
 
-    __slots__ = ("_lock", "_steps", "cancelled")
+    __slots__ = ("_lock", "_steps", "cancelled", "pause")
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
         self._lock = threading.Lock()
         self._steps: list[Pending] = []
         self.cancelled = False
+        self.pause = AGAIN
+        """Seconds until it is asked again, if it must be."""
         self.cancel = self._cancel
 
     def step(self, asked: Pending) -> None:
@@ -125,10 +136,16 @@ class ClusterLink:
         def hear(outcome: Outcome) -> None:
             if not isinstance(outcome, StorageError) and isinstance(outcome[0], wire.Rows):
                 self._best = outcome[0].unit
-            pending.complete(outcome)
+            pending.complete(self._said(unit, outcome))
 
         pending.step(unit.ask(request, hear, batch))
         return pending
+
+    def _said(self, unit: RemoteLink, outcome: Outcome) -> Outcome:
+        """Return an answer of a unit, or that it is lost though the queue is not."""
+        if isinstance(outcome, QueueClosed) and unit.ended is not None and self.open:
+            return UnitLost(*outcome.args)
+        return outcome
 
     def _open(self, request: wire.OpenStream) -> Pending:
         pending = Steps(self._control.peer)
@@ -182,7 +199,8 @@ class ClusterLink:
         self._hands.submit(self._get_later, request, pending)
 
     def _get_later(self, request: wire.Next | wire.Read, pending: Steps) -> None:
-        time.sleep(_AGAIN)
+        time.sleep(pending.pause)
+        pending.pause = min(2 * pending.pause, AGAIN_AT_MOST)
         self._get(request, pending)
 
     def give_back(self, request: wire.Next | wire.Read, reply: wire.Reply) -> None:
@@ -249,8 +267,13 @@ class ClusterLink:
         # A batch of another length than the rows is left whole, for a unit to say so.
         whole = len(units) == 1 or len(batch) != len(rows)
         for unit, stage, mine in parts:
-            pending.step(self._unit(unit).ask(stage, joint.hear, batch if whole else batch.take(mine)))
+            link = self._unit(unit)
+            hear = partial(self._staged, joint, link)
+            pending.step(link.ask(stage, hear, batch if whole else batch.take(mine)))
         return pending
+
+    def _staged(self, joint: "_Joint", unit: RemoteLink, outcome: Outcome) -> None:
+        joint.hear(self._said(unit, outcome))
 
     # Declaring
 
@@ -298,9 +321,15 @@ class ClusterLink:
                     self._units.pop(number).close()
             for number, url in reply.units.items():
                 if number not in self._units:
-                    link = self._units[number] = RemoteLink(url, self._timeout, self._keys)
+                    link = self._units[number] = self._connect(url)
                     link.attend()
             self._best = reply.next
+
+    def _connect(self, url: str) -> RemoteLink:
+        try:
+            return RemoteLink(url, min(self._timeout, _CONNECT), self._keys)
+        except WaitTimeout as error:  # it may have died so lately that the controller has not heard of it
+            raise UnitLost(*error.args) from error
 
     def _unit(self, number: int) -> RemoteLink:
         """Return the link to a unit, connecting first if it is new."""
@@ -309,7 +338,7 @@ class ClusterLink:
             self._refresh()
             unit = self._units.get(number) or self._units.get(self._best)
         if unit is None:
-            raise QueueClosed(f"{self.url}: none of its storage units can be reached")
+            raise UnitLost(f"{self.url}: none of its storage units can be reached")
         return unit
 
     def writer(self) -> Writer:

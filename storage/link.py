@@ -6,8 +6,9 @@ passes the wait is cancelled, and the controller's own answer, which says what w
 
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +23,10 @@ from asyncflow.storage.ticket import Outcome, gathered
 
 if TYPE_CHECKING:
     from asyncflow.storage.server import Server
+
+# Seconds until what a lost unit could not answer is asked again; twice as long each time.
+AGAIN = 0.02
+AGAIN_AT_MOST = 1.0
 
 # How long the answer to a cancelled request may take before the peer counts as dead.
 GRACE = 10.0
@@ -90,6 +95,14 @@ class Pending:
 
 def _nothing() -> None:
     """Cancel what cannot be cancelled."""
+
+
+def pauses(timeout: float) -> Iterator[float]:
+    """Yield seconds to wait before something is tried again, twice as long each time, while there is time for it."""
+    deadline, pause = time.monotonic() + timeout, AGAIN
+    while time.monotonic() + pause < deadline:
+        yield pause
+        pause = min(2 * pause, AGAIN_AT_MOST)
 
 
 class Heard(Pending):

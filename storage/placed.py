@@ -287,8 +287,10 @@ class PlacedStore(Store):
         again = self._units.recompute(self.name, self.schema.names(columns))
         if again:
             self.ledger.lose(rows, kept, list(again))
-        else:
-            self.ledger.drop(rows, LOST)
+            return
+        self.ledger.drop(rows, LOST)
+        # Whoever still waits for the answer to their put sends it again: it is to bring them then.
+        self._puts = {name: put for name, put in self._puts.items() if not np.isin(put, rows).any()}
 
     def rehome(self) -> None:
         """Give rows that are on no unit to one, with their identity, which is known here; have missing copies made."""

@@ -154,6 +154,8 @@ class PlacedDesk(Desk):
 
     def close(self, error: Callable[[], StorageError]) -> None:
         """End the table, on the units too."""
-        name = self.store.name
+        name, sizes = self.store.name, self.store.placement.sizes
         super().close(error)
+        for unit, size in sizes.items():
+            self._units.grew(unit, -size)
         self._units.broadcast(Close(name))

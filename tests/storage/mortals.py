@@ -19,6 +19,7 @@ import numpy as np
 
 from asyncflow.storage import Schema, TransferQueue, journal
 from asyncflow.storage.client import Table
+from asyncflow.storage.depot import Depot
 
 PATIENCE = 120.0
 """Seconds after which a test gives up on a process; far more than a slow machine needs."""
@@ -89,7 +90,14 @@ def hold(say: Say, url: str, least: int | None = None, **options: Any) -> None:
     signal.pause()
 
 
-WORKS: dict[str, Callable[..., None]] = {work.__name__: work for work in (produce, get, ack, save, hold)}
+def unit(say: Say, controller: str, url: str) -> None:
+    """Be a storage unit."""
+    Depot(controller, url, PATIENCE)
+    say("joined")
+    signal.pause()
+
+
+WORKS: dict[str, Callable[..., None]] = {work.__name__: work for work in (produce, get, ack, save, hold, unit)}
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -25,7 +25,7 @@ def url(address):
 def table(url):
     with TransferQueue.open(url) as queue:
         made = queue.create_table("train", Schema({"tokens": "list<int64>", "number": "int64"}))
-        made.task("learn", reads=("tokens", "number"), max_attempts=2)
+        made.task("learn", reads=("tokens", "number"), max_attempts=3)
         yield made
 
 
@@ -169,7 +169,7 @@ def test_a_durable_task_wants_a_step(url, table):
 def test_rows_that_cannot_be_made_into_a_batch_are_dropped_in_the_end(url, table):
     fill(table)
     loader = Loader(url, "train", "learn", rows=1, make=poisoned)
-    for _attempt in range(2):
+    for _attempt in range(3):
         with pytest.raises(ValueError, match="cannot be used"):
             list(loader)
     assert [number for batch in loader for number in batch] == list(range(6, ROWS))
