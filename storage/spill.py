@@ -213,18 +213,20 @@ class Spill:
                 self.trouble = ""
                 self._replace(moves, batches, size)
                 self._tell()
+        except OSError as error:
+            self._failed(str(error))
         except Exception as error:
             # A border: without this thread puts would wait for ever.
-            with self._alarm:
-                self._failed(error)
+            log.exception("cells could not be written to %s", self.folder)
+            self._failed(f"{type(error).__name__}: {error}")
 
-    def _failed(self, error: Exception) -> None:
-        if not self.trouble:
-            unexpected = None if isinstance(error, OSError) else error
-            log.warning("cells stay in memory: %s cannot be written: %s", self.folder, error, exc_info=unexpected)
-        self.trouble = str(error) or type(error).__name__
-        self._again = time.monotonic() + _RETRY
-        self._tell()
+    def _failed(self, trouble: str) -> None:
+        with self._alarm:
+            if not self.trouble:
+                log.warning("cells stay in memory above their limit: %s cannot be written: %s", self.folder, trouble)
+            self.trouble = trouble
+            self._again = time.monotonic() + _RETRY
+            self._tell()
 
     def _replace(self, moves: "list[_Move]", batches: list[Batch], size: int) -> None:
         if self._closed:

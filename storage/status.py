@@ -94,4 +94,4 @@ class QueueStatus(msgspec.Struct, frozen=True):
     units: dict[str, int] = {}
     """Bytes of the cells that each storage unit holds, by its address."""
     memory: dict[str, MemoryStatus] = {}
-    """Of each process that holds cells under a limit of memory: a unit by its address, the holder of the queue as ""."""
+    """Of each process that holds cells under a limit of memory: a unit by its address, "" the holder of the queue."""

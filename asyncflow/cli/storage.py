@@ -117,9 +117,8 @@ def describe(url: str, status: QueueStatus) -> str:
         kept = f": {_memory(status.memory[unit])}" if unit in status.memory else ""
         lines.append(f"unit {unit}: {_size(held)}{kept}")
     for name, table in status.tables.items():
-        lines.append(
-            f"table {name}: {table.rows} rows, {_size(table.bytes)}{_spilled(table)}{', sealed' if table.sealed else ''}"
-        )
+        sealed = ", sealed" if table.sealed else ""
+        lines.append(f"table {name}: {table.rows} rows, {_size(table.bytes)}{_spilled(table)}{sealed}")
         lines += _table(table)
     return "\n".join(lines if status.tables else [*lines, "no tables"]) + "\n"
 
