@@ -107,7 +107,7 @@ def check(folder: Path) -> None:
 
 @contextmanager
 def _created(folder: Path) -> Iterator[BufferedWriter]:
-    with open(_nameless(folder), "w+b", buffering=1 << 18) as file:
+    with open(_nameless(folder), "wb") as file:
         yield file
 
 
