@@ -191,12 +191,15 @@ class Spill:
                 self._alarm.wait(pause if pause > 0 else None)
         return []
 
+    def _order(self) -> Iterator[tuple[Block, Unit]]:
+        """Return the blocks in memory, those first that will not be missed soon."""
+        return itertools.chain(self._spare.items(), self._read.items(), reversed(self._unread.items()))
+
     def _choose(self) -> "list[_Move]":
         """Choose what is written next, to one file."""
         # A little more than must be, so that not every put at the limit makes a file.
         above = self.memory - self.limit + self.limit // 8 if self.memory > self.limit else 0
-        order = itertools.chain(self._spare.items(), self._read.items(), reversed(self._unread.items()))
-        parts = [_Part.of(unit, block) for block, unit in _first(order, min(above, PIECE))]
+        parts = [_Part.of(unit, block) for block, unit in _first(self._order(), min(above, PIECE))]
         parts += [_Part.of(unit, block, thin=True) for block, unit in _first(self._thin.items(), PIECE)]
         alike: dict[tuple[int, tuple[str, ...]], list[_Part]] = {}
         for part in sorted(parts, key=lambda part: part.block.key):

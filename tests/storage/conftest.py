@@ -24,7 +24,7 @@ def address(tmp_path: Path) -> str:
 
 @pytest.fixture
 def spill() -> Callable[[], Spill | None]:
-    """Makes what each process that holds cells is to keep a limit of memory by; none, unless a module says otherwise."""
+    """Makes what each process that holds cells keeps a limit of memory by; none, unless a module says otherwise."""
     return lambda: None
 
 

@@ -1,6 +1,7 @@
-"""Cells above a limit of memory: what moves to the disk and in which order, what comes back, and what a full disk does."""
+"""Cells above a limit of memory: what moves to the disk, in which order, what comes back, and what a full disk does."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.errors import QueueClosed, StorageError, WaitTimeout
+from asyncflow.errors import QueueClosed, SchemaError, StorageError, WaitTimeout
 from asyncflow.storage import Batch, Schema, TransferQueue, sheet
 from asyncflow.storage import spill as spilling
 from asyncflow.storage.spill import Spill, size_of
@@ -151,9 +152,9 @@ def test_a_journal_with_more_than_the_limit_is_gone_on_with(folder, tmp_path):
 
 def test_a_table_that_is_dropped_leaves_the_disk(queue):
     table = queue.create_table("t", Schema({"x": "list<int64>"}))
-    for number in range(30):
+    for number in range(40):
         table.put({"x": [np.full(10_000, number)]}, timeout=PATIENCE)
-    assert sum(each.spilled for each in settled(queue)) > LIMIT
+    assert sum(each.spilled for each in settled(queue)) > 0
     queue.drop_table("t")
     until(lambda: not any(each.spilled for each in memory(queue)))
 
@@ -165,17 +166,24 @@ def test_puts_wait_while_the_disk_cannot_be_written(queue, folder, pool, caplog)
     table = queue.create_table("t", Schema({"x": "list<int64>"}))
     folder.rmdir()
     put = {"x": [np.zeros(10_000, np.int64)]}
-    first = np.concatenate([table.put(put) for _ in range(32)])  # as far as every unit takes
-    with pytest.raises(WaitTimeout, match=r"bytes of memory are used, and the disk at .*disk (is behind|cannot be wr)"):
-        for _ in range(8):
-            table.put(put, timeout=0.2)
-    until(lambda: any(each.trouble for each in memory(queue)))
+    first, said = until_full(table, put)
+    assert re.search("bytes of memory are used, and the disk at .*/disk cannot be written: .*No such file", said), said
+    assert any(each.trouble for each in memory(queue))
     waiting = [pool.submit(table.put, put, timeout=PATIENCE) for _ in range(4)]
     assert table.read(first[:1], ["x"])["x"].lengths.tolist() == [10_000]
     table.drop(first, "make room")
     assert len({row for each in waiting for row in each.result(PATIENCE).tolist()}) == 4
     warnings = [record.message for record in caplog.records if "cannot be written" in record.message]
     assert 1 <= len(warnings) <= len(memory(queue))
+
+
+def until_full(table, put):
+    rows = []
+    while True:
+        try:
+            rows.append(table.put(put, timeout=2))
+        except WaitTimeout as error:
+            return np.concatenate(rows), str(error)
 
 
 def test_a_disk_that_is_back_is_used_again(folder, pool, monkeypatch):
@@ -216,12 +224,13 @@ print(int(sum(table.read(rows, ["x"])["x"].values)) == 40_000 * len(rows), table
 def test_a_put_that_waits_for_memory_ends_with_its_table(queue, folder, pool):
     table = queue.create_table("t", Schema({"x": "list<int64>"}))
     folder.rmdir()
-    waiting = [pool.submit(table.put, {"x": [np.zeros(200_000, np.int64)]}, timeout=PATIENCE) for _ in range(6)]
-    until(lambda: sum(each.done() for each in waiting) >= 2 and any(each.trouble for each in memory(queue)))
+    waiting = [pool.submit(table.put, {"x": [np.zeros(50_000, np.int64)]}, timeout=PATIENCE) for _ in range(8)]
+    until(lambda: sum(each.done() for each in waiting) >= 3 and any(each.trouble for each in memory(queue)))
     queue.drop_table("t")
-    ends = [each.exception(PATIENCE) for each in waiting]
-    assert sum(isinstance(end, QueueClosed) for end in ends) >= 1
-    assert all(end is None or isinstance(end, StorageError) for end in ends)
+    ends = {type(each.exception(PATIENCE)) for each in waiting}
+    # One that came after the end of the table finds none.
+    assert type(None) in ends
+    assert ends & {QueueClosed, SchemaError} == ends - {type(None)} != set()
 
 
 @pytest.mark.parametrize("nameless", [True, False])
@@ -230,8 +239,7 @@ def test_a_killed_process_leaves_nothing(folder, nameless):
 import os, time, numpy as np
 from asyncflow.storage import Schema, TransferQueue
 if not {nameless}:
-    del os.O_TMPFILE
-    os.O_TMPFILE = -1
+    os.O_TMPFILE = os.O_DIRECTORY | os.O_WRONLY  # as if the file system had no such files
 queue = TransferQueue.open(memory_limit={LIMIT}, spill={str(folder)!r})
 table = queue.create_table("t", Schema({{"x": "list<int64>"}}))
 for _ in range(20):
@@ -304,21 +312,11 @@ def test_copies_go_first_then_what_was_read_then_what_came_last(folder):
     filled(copies, range(100, 102))
     unit.gather(np.array([3]), ["x"])
     unit.gather(np.array([1]), ["x"])
-    gone = []
-    for _ in range(8):
-        ((part,),) = ([move.parts[0]] for move in _next_of(store))
-        gone.append(part.rows.tolist()[0])
-        store._move(_next_of(store))
-    assert gone == [100, 101, 3, 1, 5, 4, 2, 0]
-
-
-def _next_of(store):
-    """Choose as if the limit were just below what is in memory."""
-    limit, store.limit = store.limit, store.memory - 1
-    try:
-        return store._choose()
-    finally:
-        store.limit = limit
+    assert [int(each.rows[0]) for each, _ in store._order()] == [100, 101, 3, 1, 5, 4, 2, 0]
+    store.limit = store.memory - 1
+    store._move(store._choose())
+    assert on_disk(copies) == [100, 101]
+    assert on_disk(unit) == []
 
 
 def test_many_little_blocks_share_files_mappings_and_blocks(folder):
@@ -355,7 +353,7 @@ def test_a_file_that_is_hardly_needed_is_written_anew(folder):
         store._move(moves)
     (smaller,) = _mapped(folder)
     assert _extent(smaller) < _extent(mapping) / 8
-    assert other.nbytes == store.spilled == block(0).nbytes + 8 * 0
+    assert other.nbytes == store.spilled == block(0).nbytes
     assert other.gather(np.array([0]), ["x", "l"]).equals(block(0))
 
 
