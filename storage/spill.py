@@ -251,7 +251,8 @@ class Spill:
     def _tell(self) -> None:
         self._awaited = False
         try:
-            self._changed()
+            if not self._closed:
+                self._changed()
         except Exception:
             # A border, as in `_move`.
             log.exception("what waited for memory could not go on")
