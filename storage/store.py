@@ -120,15 +120,20 @@ class Store:
 
     def fits(self, intake: Arrival) -> bool:
         """Whether there is room for a put now; one that was admitted before always fits."""
-        return intake.id in self._puts or not (
+        return intake.id in self._puts or (
+            self._has_room(intake) and (self._spill is None or self._spill.fits(intake.nbytes))
+        )
+
+    def _has_room(self, intake: Arrival) -> bool:
+        return not (
             _over(self.ledger.live + intake.rows, self.limits.rows)
             or _over(self.nbytes + intake.nbytes, self.limits.bytes)
-            or (self._spill is not None and not self._spill.fits(intake.nbytes))
         )
 
     def pressed(self, intake: Arrival) -> str:
-        """Say what holds a put back if it is memory, and nothing if it is not."""
-        return "" if self._spill is None or self._spill.fits(intake.nbytes) else str(self._spill)
+        """Say what holds a put back if it is memory alone, and nothing if it is not."""
+        held = self._spill is not None and self._has_room(intake) and not self._spill.fits(intake.nbytes)
+        return str(self._spill) if held else ""
 
     def clear(self) -> None:
         """Let all cells go, for good."""

@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 from asyncflow.errors import QueueClosed, SchemaError, StorageError, WaitTimeout
 from asyncflow.storage import Batch, Schema, TransferQueue, sheet
 from asyncflow.storage import spill as spilling
+from asyncflow.storage.controller import Controller
+from asyncflow.storage.depot import Depot
+from asyncflow.storage.link import EmbeddedLink
+from asyncflow.storage.moving import restore
 from asyncflow.storage.spill import Spill, size_of
 from asyncflow.storage.unit import Unit
+from asyncflow.storage.units import Units
 from tests.storage.mortals import PATIENCE
 
 LIMIT = 1 << 20
@@ -136,6 +141,24 @@ def test_a_snapshot_of_spilled_tables_is_restored_within_the_limit(queue, folder
         (kept,) = settled(restored)
         assert kept.spilled > LIMIT
         assert restored.table("t").read(rows, list(COLUMNS)).equals(expected)
+
+
+def test_a_snapshot_is_spread_over_units_within_their_limits(folder, tmp_path):
+    with closing(TransferQueue.open()) as queue:
+        rows = [queue.create_table("t", Schema(COLUMNS)).put(cells(start, 60)) for start in range(0, 1200, 60)]
+        queue.snapshot(tmp_path / "saved")
+        expected = queue.table("t").read(np.concatenate(rows), list(COLUMNS))
+    units = Units()
+    controller = Controller(units=units)
+    with closing(TransferQueue(EmbeddedLink(controller))) as host:
+        url = host.serve(f"ipc://{tmp_path}/queue")
+        with closing(Depot(url, f"{url}.0", PATIENCE, spill=Spill(LIMIT, folder))):
+            restore(controller, units, tmp_path / "saved")
+            with closing(TransferQueue.open(url)) as queue:
+                (kept,) = settled(queue)
+                assert kept.spilled > LIMIT
+                assert kept.spilled + kept.memory == queue.table("t").status().bytes
+                assert queue.table("t").read(np.concatenate(rows), list(COLUMNS)).equals(expected)
 
 
 def test_a_journal_with_more_than_the_limit_is_gone_on_with(folder, tmp_path):
