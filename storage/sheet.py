@@ -1,7 +1,8 @@
 """Cells in a file: written once, then mapped and read where they lie.
 
 A file has no name in its folder from the beginning, so nothing is left of it when its last array goes, nor when its
-process is killed. It is on the disk before it is mapped: memory is let go only for what can be read again.
+process is killed. (Where a file system has no such files, it has one for a moment; what is left then goes with the
+next process that uses the folder.) It is on the disk before it is mapped: memory is let go only for what can be read again.
 
 The layout is that of columns in memory, values before offsets, each at a multiple of 8, and is told by nobody but the
 arrays: no other process ever reads such a file. pyarrow maps it, and keeps no descriptor open, of which a process has
@@ -25,6 +26,7 @@ from asyncflow.storage.column import Values, bounds_of
 from asyncflow.storage.schema import DType, dtype
 
 _ALIGN = 8
+_PREFIX = ".asyncflow-spill-"
 
 
 class Source(Protocol):
@@ -99,8 +101,10 @@ def write(sources: Sequence[Source], folder: Path) -> tuple[list[Batch], int]:
 
 
 def check(folder: Path) -> None:
-    """Make a folder, and see that files can be made in it (OSError)."""
+    """Make a folder, see that files can be made in it, and remove what a process left that was killed (OSError)."""
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(f"{_PREFIX}*"):
+        path.unlink(missing_ok=True)  # none keeps its name for longer than it takes to remove it
     with _created(folder):
         pass
 
@@ -116,10 +120,10 @@ def _nameless(folder: Path) -> int:
     with suppress(OSError):
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     # Not every file system has such files: this one is without a name as soon as it is made.
-    path = folder / f".asyncflow-{secrets.token_hex(8)}"
+    path = folder / f"{_PREFIX}{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        path.unlink()
+        path.unlink(missing_ok=True)
     except OSError:
         os.close(descriptor)
         raise

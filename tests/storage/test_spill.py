@@ -274,6 +274,8 @@ time.sleep(1000)
         assert int(process.stdout.readline()) > 0
         process.send_signal(signal.SIGKILL)
         assert process.wait(PATIENCE) == -signal.SIGKILL
+    if not nameless:
+        sheet.check(folder)  # as the next process does
     assert list(folder.iterdir()) == []
 
 
