@@ -2,7 +2,8 @@
 
 A file has no name in its folder from the beginning, so nothing is left of it when its last array goes, nor when its
 process is killed. (Where a file system has no such files, it has one for a moment; what is left then goes with the
-next process that uses the folder.) It is on the disk before it is mapped: memory is let go only for what can be read again.
+next process that uses the folder.) It is on the disk before it is mapped: memory is let go only for what can be read
+again.
 
 The layout is that of columns in memory, values before offsets, each at a multiple of 8, and is told by nobody but the
 arrays: no other process ever reads such a file. pyarrow maps it, and keeps no descriptor open, of which a process has
