@@ -31,6 +31,7 @@ from asyncflow.storage.memory import Room
 from asyncflow.storage.message import Message
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.spec import Choice
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s, RowId
 
@@ -55,6 +56,8 @@ class TransferQueue:
         keys: str | os.PathLike[str] | None = None,
         durability: str = "memory",
         folder: str | os.PathLike[str] | None = None,
+        memory_limit: int | None = None,
+        spill: str | os.PathLike[str] | None = None,
     ) -> "TransferQueue":
         """Make a queue in this process (`embedded://`), or reach one that is served (`ipc://…`, `tcp://…`).
 
@@ -64,15 +67,21 @@ class TransferQueue:
         With `durability` `journal` what happens is written to a log in `folder` before anybody is told, and with
         `fsync` it is also on the disk by then. A folder that has a log holds the queue that this one goes on with:
         all that clients were told of, without streams, and with what was leased ready again.
+
+        With a `memory_limit` in bytes, cells above it move to files in the folder `spill`, which are gone when the
+        process is. Puts wait while the disk is behind or full.
         """
         if url == "embedded://":
-            opened = open_journal(durability, folder)
+            chosen = Spill.chosen(memory_limit, spill)
+            opened = open_journal(durability, folder, chosen)
             if opened is None:
-                return cls(EmbeddedLink())
+                return cls(EmbeddedLink(Controller(spill=chosen)))
             journal, held = opened
-            return cls(EmbeddedLink(Controller(held=held, journal=journal)))
+            return cls(EmbeddedLink(Controller(held=held, journal=journal, spill=chosen)))
         if durability != "memory" or folder is not None:
             raise StorageError(f"{url} is held by another process, which chooses its durability")
+        if memory_limit is not None or spill is not None:
+            raise StorageError(f"{url} is held by another process, which chooses its memory limit")
         if url.startswith(("ipc://", "tcp://")):
             from asyncflow.storage.remote import RemoteLink  # brings the sockets, which an embedded queue never needs
 
@@ -85,12 +94,18 @@ class TransferQueue:
         raise StorageError(f"{url!r} is no address of a queue: embedded://, ipc:///path or tcp://127.0.0.1:port")
 
     @classmethod
-    def restore(cls, folder: str | os.PathLike[str]) -> "TransferQueue":
+    def restore(
+        cls,
+        folder: str | os.PathLike[str],
+        memory_limit: int | None = None,
+        spill: str | os.PathLike[str] | None = None,
+    ) -> "TransferQueue":
         """Make a queue in this process from a snapshot; a StorageError names the file that is missing or damaged.
 
-        Streams and leases of before are gone: what was leased is ready again.
+        Streams and leases of before are gone: what was leased is ready again. `memory_limit` and `spill` as for `open`.
         """
-        return cls(EmbeddedLink(Controller(held=snapshot.read(Path(folder)))))
+        chosen = Spill.chosen(memory_limit, spill)
+        return cls(EmbeddedLink(Controller(held=snapshot.read(Path(folder), chosen), spill=chosen)))
 
     def snapshot(self, folder: str | os.PathLike[str], timeout: float = DISK_TIMEOUT) -> None:
         """Have the process that holds the queue write all tables to a folder, on its disk when this returns.

@@ -32,6 +32,7 @@ from asyncflow.storage.orders import (
     Locate,
     Mirrored,
     Note,
+    Spilled,
     UnitList,
     Watch,
     Written,
@@ -39,6 +40,7 @@ from asyncflow.storage.orders import (
 from asyncflow.storage.placed import PlacedStore
 from asyncflow.storage.placed_desk import PlacedDesk
 from asyncflow.storage.schema import Schema
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.status import QueueStatus
 from asyncflow.storage.store import Limits, Store
 from asyncflow.storage.ticket import Answer, Outcome, Ticket
@@ -48,7 +50,7 @@ __all__ = ["Answer", "Controller", "Outcome", "Ticket"]
 
 log = logging.getLogger(__name__)
 
-_Unit: TypeAlias = Attach | Freed | Written | AskUnits | Grown | Mirrored
+_Unit: TypeAlias = Attach | Freed | Written | AskUnits | Grown | Mirrored | Spilled
 
 
 class Controller:
@@ -60,10 +62,12 @@ class Controller:
         held: snapshot.Held | None = None,
         journal: Journal | None = None,
         units: Units | None = None,
+        spill: Spill | None = None,
     ) -> None:
         """Begin with no tables, or with those that a snapshot held; record what happens in a journal.
 
-        With `units`, cells are held there, and there is no journal.
+        With `units`, cells are held there, and there is no journal. With `spill`, which is the one of the tables that
+        were held, some cells are on a disk.
         """
         if units is not None and journal is not None:
             raise StorageError("a queue with storage units keeps no journal: take snapshots")
@@ -92,6 +96,9 @@ class Controller:
             journal.failed = self._disk_failed
             for name, desk in self._desks.items():
                 desk.store.record(journal.scribe(name))
+        self._spill = spill
+        if spill is not None:
+            spill.start(self._lock, self._relieved)
         self._watch = threading.Thread(target=self._watch_leases, name="asyncflow-leases", daemon=True)
         self._watch.start()
 
@@ -169,6 +176,8 @@ class Controller:
             self._watch.join()
         # A snapshot that was asked for before is complete, and answered, when the queue is over.
         self._writer.shutdown()
+        if self._spill is not None:
+            self._spill.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -200,7 +209,7 @@ class Controller:
                 return self._stream(request, ticket.session)
             case wire.Done() | wire.Release() | wire.Extend() | wire.Drop() | wire.Write():
                 return self._under_lease(request, ticket.batch)
-            case Attach() | Freed() | Written() | AskUnits() | Grown() | Mirrored():
+            case Attach() | Freed() | Written() | AskUnits() | Grown() | Mirrored() | Spilled():
                 return self._placed(ticket, request)
             case Locate() | Watch() | Note():
                 return self._desk(request.table).handle(request, None)
@@ -233,6 +242,9 @@ class Controller:
                 if request.table in self._desks:
                     self._placed_desk(request.table).freed(request, ticket.session)
                 self._tell_status()
+                return OK
+            case Spilled():
+                self.units.spilled(self.units.number(ticket.session), request)
                 return OK
             case AskUnits():
                 return UnitList(self.units.urls, self.units.best()), None
@@ -309,7 +321,7 @@ class Controller:
         if not 1 <= limits.replicas <= (1 if self.units is None else 2):
             raise SchemaError(f"table {table!r}: replicas are 1, or 2 in a queue with storage units")
         if self.units is None:
-            store = Store(table, schema, limits, base, self._leases)
+            store = Store(table, schema, limits, base, self._leases, self._spill)
             if self._journal is not None:
                 scribe = self._journal.scribe(table)
                 scribe.before(effect.Created(schema.columns, limits.rows, limits.bytes))
@@ -393,6 +405,10 @@ class Controller:
             elif isinstance(outcome, StorageError):
                 log.warning("the journal goes on growing: %s", outcome)
 
+    def _relieved(self) -> None:
+        for desk in self._desks.values():
+            desk.relieved()
+
     def _living(self) -> int:
         return sum(desk.store.nbytes for desk in self._desks.values())
 
@@ -440,7 +456,10 @@ class Controller:
         tables = {name: desk.status() for name, desk in self._desks.items()}
         units = {} if self.units is None else self.units.sizes
         clients = max(0, len(self._sessions) - 1 - len(units))
-        return QueueStatus(tables, len(self._flows), clients, self._failed, units)
+        memory = {} if self.units is None else self.units.memory
+        if self._spill is not None:
+            memory[""] = self._spill.status
+        return QueueStatus(tables, len(self._flows), clients, self._failed, units, memory)
 
     def _wake(self, error: Callable[[], StorageError]) -> None:
         for desk in self._desks.values():

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import LeaseLost, QueueClosed, SchemaError, StorageError
+from asyncflow.errors import LeaseLost, QueueClosed, SchemaError, StorageError, WaitTimeout
 from asyncflow.storage import wire
 from asyncflow.storage.arena import Arena
 from asyncflow.storage.batch import Batch
@@ -46,6 +46,7 @@ from asyncflow.storage.orders import (
     Places,
     Promote,
     Shape,
+    Spilled,
     Stage,
     Stale,
     Take,
@@ -58,6 +59,7 @@ from asyncflow.storage.remote import RemoteLink
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.server import Server
 from asyncflow.storage.spec import Trait
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.ticket import Answer, Outcome, Ticket
 from asyncflow.storage.traits import measure
 from asyncflow.storage.unit import Block, Cells, Unit, parts
@@ -74,16 +76,37 @@ _Copy: TypeAlias = tuple[int, Int64s, Batch, Int64s]
 Then: TypeAlias = Callable[[wire.Reply], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A request with cells that waits for memory, and how to go on with it."""
+
+    ticket: Ticket
+    nbytes: int
+    then: Callable[[], None]
+
+
 class Shelf:
     """The cells of one table that the unit has."""
 
-    def __init__(self, columns: dict[str, str], base: int) -> None:
+    def __init__(self, columns: dict[str, str], base: int, spill: Spill | None = None) -> None:
         self.schema = Schema(columns)
-        self.unit = Unit(self.schema.columns, base)
-        self.copies = Unit(self.schema.columns, base)
+        self.unit = Unit(self.schema.columns, base, spill)
+        self.copies = Unit(self.schema.columns, base, spill, spare=True)
         """Cells of rows of other units, in case that these die."""
         self.traits: set[Trait] = set()
         """What the controller has asked for before."""
+        self.told = 0
+        """Bytes that had gone with dead cells when the controller was last told."""
+
+    def clear(self) -> None:
+        """Let all cells go, for good."""
+        self.unit.clear()
+        self.copies.clear()
+
+    @property
+    def saved(self) -> int:
+        """Bytes that have gone with dead cells as blocks on the disk were written anew."""
+        return self.unit.saved + self.copies.saved
 
     def shape(self, columns: dict[str, str]) -> None:
         """Have these columns, which only grow in number."""
@@ -117,8 +140,12 @@ class Depot:
         timeout: float,
         over: threading.Event | None = None,
         keys: Folder | None = None,
+        spill: Spill | None = None,
     ) -> None:
         """Join the queue at `controller`, and serve clients at `url`; `over` is set when the controller is gone."""
+        self._spill = spill
+        self._parked: list[_Parked] = []
+        self._reported: Spilled | None = None
         self._lock = threading.RLock()
         self._shelves: dict[str, Shelf] = {}
         self._holds: dict[int, Cells] = {}
@@ -152,6 +179,10 @@ class Depot:
             failure = self._failure or StorageError(f"the queue at {controller} did not take in the unit {self.url}")
             self.close()
             raise failure
+        with self._lock:
+            if spill is not None:
+                spill.start(self._lock, self._relieved)
+            self._report()
 
     def close(self) -> None:
         """Leave; the cells are lost. Idempotent."""
@@ -163,6 +194,8 @@ class Depot:
         with self._lock:
             self._shelves.clear()
             self._holds.clear()
+        if self._spill is not None:
+            self._spill.close()
         self._arena.close()
 
     # What the server asks
@@ -177,6 +210,7 @@ class Depot:
         """End a session: what it waits for is taken back."""
         with self._lock:
             self._fetches = {hold: each for hold, each in self._fetches.items() if each.session != session}
+            self._parked = [each for each in self._parked if each.ticket.session != session]
             asked = [pending for ticket, pending in self._asked.items() if ticket.session == session]
         for pending in asked:
             pending.cancel()
@@ -190,6 +224,9 @@ class Depot:
                 self._takes = [each for each in self._takes if each[0] is not ticket]
                 self._fetches = {hold: each for hold, each in self._fetches.items() if each is not ticket}
                 ticket.settle(LeaseLost("the controller did not tell this unit of what is fetched"))
+            elif any(each.ticket is ticket for each in self._parked):
+                self._parked = [each for each in self._parked if each.ticket is not ticket]
+                ticket.settle(WaitTimeout(f"unit {self.url}: what was put waited: {self._spill}"))
         if pending is not None:
             pending.cancel()
 
@@ -214,7 +251,7 @@ class Depot:
             case wire.Put():
                 shelf, batch = self._shelf(request.table), _given(ticket.batch)
                 intake = taken(shelf.schema, batch, request.repeat, request.put_id)
-                self._admit(ticket, request.table, intake)
+                self._enter(_Parked(ticket, intake.nbytes, lambda: self._admit(ticket, request.table, intake)))
             case Stage():
                 rows, batch = wire.unpack(request.rows), _given(ticket.batch)
                 check_write(self._shelf(request.table).schema, rows, batch)
@@ -224,8 +261,13 @@ class Depot:
             case Take():
                 self._take(ticket, request)
             case Load():
-                self._load(request, _given(ticket.batch))
-                ticket.settle((wire.Ok(), None))
+                batch = _given(ticket.batch)
+                parked = _Parked(ticket, batch.nbytes, lambda: self._loaded(ticket, request, batch))
+                # A put waits for its copy: it was let in already, where it came to.
+                if request.copy:
+                    parked.then()
+                else:
+                    self._enter(parked)
             case _:
                 raise StorageError(f"a storage unit does not answer {type(request).__name__}: ask the controller")
 
@@ -406,6 +448,52 @@ class Depot:
             block = blocks[request.number]
             ticket.settle((Taken(wire.pack(block.rows), wire.pack(block.places), block.dead), block.batch))
 
+    # What waits for memory
+
+    def _enter(self, parked: "_Parked") -> None:
+        """Go on with what fits into memory, first come first, or let it wait."""
+        self._parked = [each for each in self._parked if each.ticket.open]
+        if self._spill is None or (not self._parked and self._spill.fits(parked.nbytes)):
+            parked.then()
+        else:
+            self._parked.append(parked)
+
+    def _relieved(self) -> None:
+        """Hear that memory or disk has changed: go on with what waits, and tell the controller."""
+        while self._parked and self._spill is not None and self._spill.fits(self._parked[0].nbytes):
+            parked = self._parked.pop(0)
+            try:
+                parked.then()
+            except StorageError as error:
+                parked.ticket.settle(error)
+        for table, shelf in self._shelves.items():
+            if shelf.saved > shelf.told:
+                self._upstream.send(Grown(table, shelf.told - shelf.saved))
+                shelf.told = shelf.saved
+        self._report()
+
+    def _report(self) -> None:
+        """Tell the controller what is on the disk."""
+        if self._spill is not None:
+            now = self._spill.status
+            told = Spilled(now.spilled, now.limit, now.folder, now.trouble)
+            if told != self._reported:
+                self._reported = told
+                self._upstream.send(told)
+
+    def _forsake(self, error: StorageError, table: str | None = None) -> None:
+        """End what waits for memory, or that of one table."""
+        parked, self._parked = self._parked, []
+        for each in parked:
+            if table is None or getattr(each.ticket.request, "table", None) == table:
+                each.ticket.settle(error)
+            else:
+                self._parked.append(each)
+
+    def _loaded(self, ticket: Ticket, request: Load, batch: Batch) -> None:
+        self._load(request, batch)
+        ticket.settle((wire.Ok(), None))
+
     def _load(self, request: Load, batch: Batch) -> None:
         rows, places = wire.unpack(request.rows), wire.unpack(request.places)
         if len(rows) != len(places) or np.any((places < 0) | (places >= len(batch))):
@@ -439,17 +527,18 @@ class Depot:
         for ticket in self._fetches.values():
             ticket.settle(QueueClosed(*error.args))
         self._fetches.clear()
+        self._forsake(QueueClosed(*error.args))
         self.over.set()
 
     def _obey(self, order: Order) -> None:
         match order:
             case Shape():
                 if order.table not in self._shelves:
-                    self._shelves[order.table] = Shelf(order.columns, order.base)
+                    self._shelves[order.table] = Shelf(order.columns, order.base, self._spill)
                 self._shelves[order.table].shape(order.columns)
                 self._shelves[order.table].traits.update(order.traits)
             case Close():
-                self._shelves.pop(order.table, None)
+                self._close_table(order.table)
             case Hold():
                 self._hold(order)
             case Unhold():
@@ -471,6 +560,13 @@ class Depot:
             case Copy():
                 self._copy(order)
 
+    def _close_table(self, table: str) -> None:
+        shelf = self._shelves.pop(table, None)
+        if shelf is not None:
+            shelf.clear()
+            self._report()
+        self._forsake(QueueClosed(f"table {table!r} was dropped"), table)
+
     def _free(self, order: Free) -> None:
         shelf, freed = self._shelves.get(order.table), 0
         if shelf is not None:
@@ -479,6 +575,7 @@ class Depot:
                 _free_known(unit, rows)
                 unit.forget(order.base)
             freed = before - shelf.nbytes
+            self._report()
         self._upstream.send(Freed(order.table, freed))
 
     def _adopt(self, order: Adopt) -> None:

@@ -248,6 +248,11 @@ class Desk:
                     ticket.settle(outcome)
         self._nexts = [(ticket, flow) for ticket, flow in self._nexts if ticket.open]
 
+    def relieved(self) -> None:
+        """Hear that puts may fit that did not."""
+        if self._puts:
+            self.advance()
+
     def expire(self) -> float | None:
         """Take back every lease whose time is up; return when the next one may be."""
         if self.store.ledger.expire(self._clock()):
@@ -258,6 +263,7 @@ class Desk:
         """Answer everything that waits with an error, and every later request for rows; free all memory."""
         self._closed = error
         self.wake(error)
+        self.store.clear()
         # Streams that are open still lead here.
         self.store = Store(self.store.name, Schema({}), self.store.limits)
 
@@ -321,6 +327,9 @@ class Desk:
 
     def room_awaited(self, intake: Arrival) -> str:
         """Say what room a put waited for."""
+        pressed = self.store.pressed(intake)
+        if pressed:
+            return f"table {self.store.name!r}: a put of {intake.rows} rows and {intake.nbytes} bytes waited: {pressed}"
         status, limits = self.status(), self.store.limits
         tasks = "; ".join(
             f"task {name!r}: {task.waiting} ready, {task.leased} leased, {task.blocked} blocked"

@@ -4,6 +4,7 @@ A unit that dies is replaced by an empty one; units end by themselves when the c
 """
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from asyncflow.errors import StorageError
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.units import Recompute, Units
 
 log = logging.getLogger(__name__)
@@ -37,8 +39,15 @@ class Host:
         recompute: Recompute | None = None,
         keys: Path | None = None,
         timeout: float = START,
+        memory_limit: int | None = None,
+        spill: "str | os.PathLike[str] | None" = None,
     ) -> None:
-        """Serve at `url` once so many units have joined, with the tables of a snapshot if one is named."""
+        """Serve at `url` once so many units have joined, with the tables of a snapshot if one is named.
+
+        Each unit keeps cells above `memory_limit` bytes in files in the folder `spill`.
+        """
+        Spill.chosen(memory_limit, spill)  # what no unit could begin with is told here
+        self._options = [] if spill is None else ["--memory", str(memory_limit), "--spill", os.path.abspath(spill)]
         if units < 1:
             raise StorageError(f"a queue with storage units has at least one, not {units}")
         self._units, self._keys = Units(recompute, keys), keys
@@ -76,7 +85,9 @@ class Host:
             with self._lock:
                 if self._ending:
                     return
-                process = subprocess.Popen(_command(self.url, number, self._keys), stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(
+                    [*_command(self.url, number, self._keys), *self._options], stdin=subprocess.DEVNULL
+                )
                 self._processes.append(process)
             started.append(time.monotonic())
             code = process.wait()
@@ -117,9 +128,11 @@ def _command(controller: str, number: int, keys: Path | None) -> list[str]:
     return command if keys is None else [*command, "--keys", str(keys)]
 
 
-def serve_unit(controller: str, url: str, keys: Path | None, ended: threading.Event) -> None:
+def serve_unit(
+    controller: str, url: str, keys: Path | None, ended: threading.Event, spill: Spill | None = None
+) -> None:
     """Be a unit of a queue until the queue is over, or `ended` is set by somebody."""
-    depot = Depot(controller, url, START, ended, keys)
+    depot = Depot(controller, url, START, ended, keys, spill)
     try:
         ended.wait()
     finally:

@@ -26,6 +26,7 @@ from asyncflow.storage import effect, log, recovery, snapshot
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.recovery import Folder, Numbers
 from asyncflow.storage.snapshot import Cut, Held
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.ticket import Answer, Outcome
 
 LEVELS = ("memory", "journal", "fsync")
@@ -35,7 +36,9 @@ _LEAST = 64 << 20
 logger = logging.getLogger(__name__)
 
 
-def open_journal(durability: str, folder: "str | os.PathLike[str] | None") -> "tuple[Journal, Held] | None":
+def open_journal(
+    durability: str, folder: "str | os.PathLike[str] | None", spill: Spill | None = None
+) -> "tuple[Journal, Held] | None":
     """Return the journal that was chosen and what its folder holds; None for `memory`."""
     if durability not in LEVELS:
         raise StorageError(f"durability {durability!r}: expected {', '.join(LEVELS)}")
@@ -43,7 +46,7 @@ def open_journal(durability: str, folder: "str | os.PathLike[str] | None") -> "t
         raise StorageError(
             f"durability {durability!r} {'needs the folder' if folder is None else 'has no folder'} of its log"
         )
-    return None if folder is None else Journal.open(Path(folder), sync=durability == "fsync")
+    return None if folder is None else Journal.open(Path(folder), sync=durability == "fsync", spill=spill)
 
 
 class Journal:
@@ -73,14 +76,16 @@ class Journal:
         _opened.add(self)
 
     @classmethod
-    def open(cls, folder: Path, *, sync: bool, least: int | None = None) -> "tuple[Journal, Held]":
+    def open(
+        cls, folder: Path, *, sync: bool, least: int | None = None, spill: Spill | None = None
+    ) -> "tuple[Journal, Held]":
         """Take a folder for this process, and return what it holds; nothing if it is new."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             folder = folder.resolve()
             lock = _lock(folder)
             try:
-                return cls._opened(folder, lock, sync, _LEAST if least is None else least)
+                return cls._opened(folder, lock, sync, _LEAST if least is None else least, spill)
             except BaseException:
                 os.close(lock)
                 raise
@@ -88,11 +93,11 @@ class Journal:
             raise StorageError(f"the journal in {folder} cannot be opened: {error}") from error
 
     @classmethod
-    def _opened(cls, folder: Path, lock: int, sync: bool, least: int) -> "tuple[Journal, Held]":
+    def _opened(cls, folder: Path, lock: int, sync: bool, least: int, spill: Spill | None) -> "tuple[Journal, Held]":
         content = Folder.of(folder)
         if not content.logs and not content.bases:
             return cls(folder, lock, None, sync, least), Held([], {}, Numbers(1))
-        found = recovery.recover(content)
+        found = recovery.recover(content, spill)
         journal = cls(folder, lock, found, sync, least)
         try:
             journal._clear(content.since()[0])

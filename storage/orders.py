@@ -83,6 +83,16 @@ class Grown(Message, tag="grown"):
     size: int
 
 
+class Spilled(Message, tag="spilled"):
+    """The unit has so many bytes on its disk, and all others within a limit of memory."""
+
+    size: int
+    limit: int
+    folder: str
+    trouble: str
+    """Why nothing could be written when that was last tried."""
+
+
 class Mirrored(Message, tag="mirrored"):
     """Another unit, too, has these columns of rows of this one."""
 
@@ -297,6 +307,7 @@ class Orders(Message, tag="orders"):
 
 
 Question: TypeAlias = (
-    Attach | Admit | Written | Freed | Grown | Mirrored | AskUnits | Locate | Watch | Note | Fetch | Stage | Take | Load
-)
+    Attach | Admit | Written | Freed | Grown | Mirrored | Spilled | AskUnits | Locate | Watch | Note | Fetch | Stage
+    | Take | Load
+)  # fmt: skip
 Reply: TypeAlias = Admitted | Entered | Lacking | Stale | UnitList | Placed | Orders | Taken

@@ -79,6 +79,8 @@ class PlacedDesk(Desk):
         """Hear what a unit has done."""
         if isinstance(request, Grown):
             self.store.placement.grew(self._units.number(session), request.size)
+            if request.size < 0:
+                self.relieved()
         else:
             self.store.mirrored(request)
         return OK

@@ -23,6 +23,14 @@ def _lines(status: QueueStatus) -> Iterator[str]:
     yield from _metric("bytes", "gauge", "Bytes of cells", [({"table": name}, table.bytes) for name, table in tables])
     units = [({"unit": url}, float(held)) for url, held in status.units.items()]
     yield from _metric("unit_bytes", "gauge", "Bytes of cells that a storage unit holds", units)
+    spilled = [({"table": name}, float(table.spilled)) for name, table in tables]
+    yield from _metric("spilled_bytes", "gauge", "Bytes of cells on the disk of the holder", spilled)
+    kept = [({"process": url or "holder"}, each) for url, each in status.memory.items()]
+    for name, text in (("memory", "in memory"), ("spilled", "on disk"), ("limit", "that may be in memory")):
+        samples = [(labels, float(getattr(each, name))) for labels, each in kept]
+        yield from _metric(f"process_{name}_bytes", "gauge", f"Bytes of the cells of a process {text}", samples)
+    trouble = [(labels, float(each.trouble != "")) for labels, each in kept]
+    yield from _metric("process_spill_failing", "gauge", "1 if cells cannot be written to disk", trouble)
     sealed = [({"table": name}, float(table.sealed)) for name, table in tables]
     yield from _metric("sealed", "gauge", "1 if the table takes no new rows", sealed)
     for state, meaning in (("waiting", "ready, not leased"), ("leased", "leased"), ("blocked", "lack columns")):

@@ -19,6 +19,7 @@ from asyncflow.storage import effect, snapshot, wire
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.log import Entry, Reader
 from asyncflow.storage.schema import Schema
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.store import Limits, Store
 
 log = logging.getLogger(__name__)
@@ -82,13 +83,13 @@ class Recovered:
     """Bytes of all logs since the base."""
 
 
-def recover(folder: Folder) -> Recovered:
+def recover(folder: Folder, spill: Spill | None = None) -> Recovered:
     """Return what a folder that has logs holds; a StorageError names the file, and the byte, that is damaged."""
     needed = folder.since()
     held = snapshot.Held([], {}, iter(()))
     if folder.bases:
-        held = snapshot.read(folder.base(needed[0]))
-    player = Player(held)
+        held = snapshot.read(folder.base(needed[0]), spill)
+    player = Player(held, spill)
     end = nbytes = 0
     for number in needed:
         reader = Reader(folder.log(number))
@@ -116,7 +117,8 @@ def _play(player: "Player", entry: Entry, path: Path) -> None:
 class Player:
     """Makes effects again."""
 
-    def __init__(self, held: snapshot.Held) -> None:
+    def __init__(self, held: snapshot.Held, spill: Spill | None = None) -> None:
+        self._spill = spill
         # Above every lease of the base, by far; those in the logs name themselves.
         self._ids = Numbers(next(held.leases, 1))
         self._highest = self._ids.next
@@ -137,10 +139,12 @@ class Player:
             case effect.Created():
                 limits = Limits(made.max_rows, made.max_bytes)
                 base = self._bases.get(table, 0)
-                self._stores[table] = Store(table, Schema(made.columns), limits, base, self._ids)
+                self._stores[table] = Store(table, Schema(made.columns), limits, base, self._ids, self._spill)
                 return True
             case effect.Ended():
-                self._bases[table] = self._stores.pop(table).ledger.stop
+                store = self._stores.pop(table)
+                self._bases[table] = store.ledger.stop
+                store.clear()
                 return True
             case effect.Recalled():
                 self._recall()

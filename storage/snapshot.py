@@ -26,6 +26,7 @@ import xxhash
 
 from asyncflow.errors import StorageError
 from asyncflow.storage import frames, image
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.store import Store, TableCut
 from asyncflow.storage.unit import Block
 
@@ -206,10 +207,10 @@ def whole(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
 
 
-def read(folder: Path) -> Held:
+def read(folder: Path, spill: Spill | None = None) -> Held:
     """Return what a snapshot holds; a StorageError names the file that is missing, damaged or foreign."""
     files, bases, leases = opened(folder)
-    return Held([table(path, lambda cut: Store.of(cut, leases)) for path in files], bases, leases)
+    return Held([table(path, lambda cut: Store.of(cut, leases, spill)) for path in files], bases, leases)
 
 
 def opened(folder: Path) -> tuple[list[Path], dict[str, int], Iterator[int]]:
@@ -279,14 +280,24 @@ def _read_table(file: BufferedReader) -> TableCut:
         raise StorageError(f"an image of {length} bytes where {end} are left")
     file.seek(end - length)
     held = image.decode(_exactly(file, length).tobytes())
-    file.seek(0)
-    blocks = [_block(file, block) for block in held.blocks]
     puts = {
         each: np.arange(first, first + count)
         for each, first, count in zip(held.puts.ids, held.puts.first.tolist(), held.puts.count.tolist(), strict=True)
     }
     limits = held.max_rows, held.max_bytes, held.replicas
-    return TableCut(held.name, held.columns, *limits, held.ledger, puts, blocks)
+    return TableCut(held.name, held.columns, *limits, held.ledger, puts, _Blocks(file, held.blocks))
+
+
+class _Blocks:
+    """The blocks of an open file, read one after another each time that they are asked for."""
+
+    def __init__(self, file: BufferedReader, held: list[image.BlockImage]) -> None:
+        self._file, self._held = file, held
+
+    def __iter__(self) -> Iterator[Block]:
+        self._file.seek(0)
+        for held in self._held:
+            yield _block(self._file, held)
 
 
 def _block(file: BufferedReader, held: image.BlockImage) -> Block:

@@ -52,7 +52,7 @@ class TableStatus(msgspec.Struct, frozen=True):
     rows: int
     """Live rows."""
     bytes: int
-    """Memory that the cells hold."""
+    """Bytes of the cells, in memory and on the disk."""
     columns: dict[str, str]
     tasks: dict[str, TaskCounts]
     sealed: bool
@@ -65,6 +65,21 @@ class TableStatus(msgspec.Struct, frozen=True):
     """Puts that are held back until there is room."""
     waits: list[Wait] = []
     """Who waits, first come first."""
+    spilled: int = 0
+    """Those of the bytes that are on the disk of the process that holds the queue."""
+
+
+class MemoryStatus(msgspec.Struct, frozen=True):
+    """The cells of one process that holds some under a limit of memory."""
+
+    memory: int
+    """Bytes in memory."""
+    spilled: int
+    """Bytes on the disk."""
+    limit: int
+    folder: str
+    trouble: str = ""
+    """Why nothing could be written to the disk when that was last tried."""
 
 
 class QueueStatus(msgspec.Struct, frozen=True):
@@ -78,3 +93,5 @@ class QueueStatus(msgspec.Struct, frozen=True):
     failed: str | None
     units: dict[str, int] = {}
     """Bytes of the cells that each storage unit holds, by its address."""
+    memory: dict[str, MemoryStatus] = {}
+    """Of each process that holds cells under a limit of memory: a unit by its address, "" the holder of the queue."""

@@ -19,6 +19,7 @@ from asyncflow.storage.intake import Arrival, Intake, check_write, taken
 from asyncflow.storage.ledger import Ledger, listed
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.spec import TaskSpec
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.status import Counts, TableStatus, TaskCounts
 from asyncflow.storage.unit import Block, Cells, Unit, parts
 from asyncflow.types import Int64s
@@ -62,20 +63,25 @@ class Store:
     """The rows of one table."""
 
     def __init__(
-        self, name: str, schema: Schema, limits: Limits, base: int = 0, leases: Iterator[int] | None = None
+        self,
+        name: str,
+        schema: Schema,
+        limits: Limits,
+        base: int = 0,
+        leases: Iterator[int] | None = None,
+        spill: Spill | None = None,
     ) -> None:
         """Begin with row `base` and take lease ids from `leases`: neither may mean what it meant to another table."""
         self.name, self.schema, self.limits = name, schema, limits
         self.ledger = Ledger(base, leases)
-        self._unit = Unit(schema.columns, base)
+        self._spill = spill
+        self._unit = Unit(schema.columns, base, spill)
         self._puts: dict[bytes, Int64s] = {}
 
     @classmethod
-    def of(cls, cut: TableCut, leases: Iterator[int]) -> "Store":
+    def of(cls, cut: TableCut, leases: Iterator[int], spill: Spill | None = None) -> "Store":
         """Return the table of a cut, with no lease: what was leased is ready again."""
-        store = cls(
-            cut.name, Schema(cut.columns), Limits(cut.max_rows, cut.max_bytes, cut.replicas), cut.ledger.base, leases
-        )
+        store = cls(cut.name, Schema(cut.columns), cut.limits, cut.ledger.base, leases, spill)
         store.ledger.load(cut.ledger, {task.name: store.schema.mask(task.spec.needs) for task in cut.ledger.tasks})
         store._unit.admit(store.ledger.stop - store.ledger.base)
         store._unit.load(cut.blocks, store.ledger.alive)
@@ -115,11 +121,25 @@ class Store:
 
     def fits(self, intake: Arrival) -> bool:
         """Whether there is room for a put now; one that was admitted before always fits."""
+        return intake.id in self._puts or (
+            self._has_room(intake) and (self._spill is None or self._spill.fits(intake.nbytes))
+        )
+
+    def _has_room(self, intake: Arrival) -> bool:
         limits = self.limits
-        return intake.id in self._puts or not (
+        return not (
             _over(self.ledger.live + intake.rows, limits.rows)
             or (limits.bytes is not None and self.nbytes + intake.nbytes > limits.bytes)
         )
+
+    def pressed(self, intake: Arrival) -> str:
+        """Say what holds a put back if it is memory alone, and nothing if it is not."""
+        held = self._spill is not None and self._has_room(intake) and not self._spill.fits(intake.nbytes)
+        return str(self._spill) if held else ""
+
+    def clear(self) -> None:
+        """Let all cells go, for good."""
+        self._unit.clear()
 
     def admit(self, intake: Intake) -> Int64s:
         """Admit the rows of a put and return their ids; the same put again only returns them."""
@@ -240,6 +260,7 @@ class Store:
             self.limits.rows,
             self.limits.bytes,
             waiting,
+            spilled=self._unit.spilled,
         )
 
 

@@ -2,10 +2,12 @@
 
 A put is a block; nothing in a block ever changes, so views of it may be handed out. Rows of one group may
 share a position, so a value common to a group is held once. A block is freed with the last of its rows, and
-written anew without the dead ones when they are more than half of its bytes.
+written anew without the dead ones when they are more than half of its bytes. A keeper may have the batch of
+a block, or of several at once, lie elsewhere (see `spill`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +26,35 @@ _LITTLE = 1 << 20
 class Block:
     """Columns of one put or write, the rows that use them, and where each row's cells lie."""
 
-    __slots__ = ("batch", "dead", "places", "rows")
+    __slots__ = ("batch", "dead", "key", "places", "rows", "spilled")
 
-    def __init__(self, batch: Batch, rows: Int64s, places: Int64s) -> None:
+    def __init__(self, batch: Batch, rows: Int64s, places: Int64s, *, spilled: bool = False) -> None:
         self.batch, self.rows, self.places = batch, rows, places
-        self.dead = 0
+        self.dead = self.key = 0
+        self.spilled = spilled
+        """Whether the cells are on the disk."""
 
     def copy(self) -> "Block":
         """Return the block as it stands; all that it refers to never changes."""
         block = Block(self.batch, self.rows, self.places)
         block.dead = self.dead
         return block
+
+
+class Keeper(Protocol):
+    """Decides which blocks stay in memory; called under the lock that guards the unit."""
+
+    def came(self, unit: "Unit", block: Block) -> None:
+        """Hear that a unit has a new block."""
+
+    def used(self, blocks: Iterable[Block]) -> None:
+        """Hear that cells of blocks were found for a reader."""
+
+    def thinned(self, unit: "Unit", block: Block) -> None:
+        """Hear that rows use less than half of a block that is on the disk."""
+
+    def went(self, block: Block) -> None:
+        """Hear that a block is not needed any more."""
 
 
 class Cells:
@@ -44,20 +64,26 @@ class Cells:
     found, whatever became of the rows meanwhile.
     """
 
-    __slots__ = ("_batches", "_columns", "_places", "rows")
+    __slots__ = ("_batches", "_columns", "_places", "rows", "spilled")
 
     def __init__(
-        self, batches: dict[int, Batch], places: list[tuple[Int64s, list[str]]], columns: list[str], rows: int
+        self, blocks: dict[int, Block], places: list[tuple[Int64s, list[str]]], columns: list[str], rows: int
     ) -> None:
-        self._batches, self._places, self._columns = batches, places, columns
+        self._batches, self._places, self._columns = {key: each.batch for key, each in blocks.items()}, places, columns
         self.rows = rows
+        self.spilled = any(each.spilled for each in blocks.values())
+        """Whether some lie on the disk."""
 
     @property
     def costly(self) -> bool:
-        """Whether gathering may copy much: several blocks, or cells that lie apart, and not a little of them."""
+        """Whether gathering may copy much, or wait for the disk.
+
+        Much are several blocks, or cells that lie apart, and not a little of them.
+        """
         size = sum(batch.nbytes for batch in self._batches.values())
-        return size > _LITTLE and (
-            len(self._batches) > 1 or any(Pick(cells & _PLACE).range is None for cells, _ in self._places)
+        return self.spilled or (
+            size > _LITTLE
+            and (len(self._batches) > 1 or any(Pick(cells & _PLACE).range is None for cells, _ in self._places))
         )
 
     def gather(self) -> Batch:
@@ -89,7 +115,11 @@ class Cells:
 class Unit:
     """Blocks and their index. Rows are those of the ledger, which decides what exists and who may read it."""
 
-    def __init__(self, columns: Iterable[str], base: int = 0) -> None:
+    def __init__(
+        self, columns: Iterable[str], base: int = 0, keeper: Keeper | None = None, *, spare: bool = False
+    ) -> None:
+        """Tell `keeper` of all blocks; what is `spare` nobody reads as long as all goes well."""
+        self._keeper, self.spare = keeper, spare
         self._blocks: dict[int, Block] = {}
         self._next_block = 1
         self._number = {name: number for number, name in enumerate(columns)}
@@ -97,6 +127,10 @@ class Unit:
         self._index = Rolling(np.int64, base=base, width=len(self._number))
         self.nbytes = 0
         """Bytes of all blocks."""
+        self.spilled = 0
+        """Those of them that are on the disk."""
+        self.saved = 0
+        """Bytes that have gone so far because blocks on the disk were written anew without dead cells."""
 
     def admit(self, count: int) -> None:
         """Make room in the index for new rows."""
@@ -148,12 +182,42 @@ class Unit:
 
     def _add(self, block: Block, rows: Int64s, places: Int64s) -> None:
         """Store a block whose rows are these, but for dead ones."""
-        key, self._next_block = self._next_block, self._next_block + 1
+        key = block.key = self._next_block
+        self._next_block += 1
         self._blocks[key] = block
         self.nbytes += block.batch.nbytes
+        self.spilled += block.batch.nbytes * block.spilled
         cells = self._index.at(rows)
         cells[:, self._numbers(block.batch.names)] = ((key << _PLACE_BITS) | places)[:, None]
         self._index.put(rows, cells)
+        if self._keeper is not None:
+            self._keeper.came(self, block)
+
+    def swap(self, block: Block, batch: Batch) -> bool:
+        """Let the cells of a block be those of an equal batch on the disk, if the block is still there."""
+        if self._blocks.get(block.key) is not block:
+            return False
+        block.batch, block.spilled = batch, True
+        self.spilled += batch.nbytes
+        return True
+
+    def join(self, blocks: Sequence[Block], batch: Batch, rows: Int64s, places: Int64s) -> Block | None:
+        """Let a batch on the disk stand for blocks, in which row i had what is at place i of it; return the new block.
+
+        What has become of these blocks meanwhile does not matter: they only lose rows, and what they lost is left out.
+        """
+        keys = [block.key for block in blocks if self._blocks.get(block.key) is block]
+        number = self._number[batch.names[0]]
+        left = rows >= self._index.base
+        left[left] = np.isin(self._index.at(rows[left])[:, number] >> _PLACE_BITS, keys)
+        before = self.nbytes
+        for key in keys:
+            self._discard(key)
+        joined = Block(batch, rows[left], places[left], spilled=True) if left.any() else None
+        if joined is not None:
+            self._store(joined)
+        self.saved += before - self.nbytes
+        return joined
 
     def blocks(self) -> list[Block]:
         """Return all blocks as they stand."""
@@ -173,7 +237,10 @@ class Unit:
         cells = self._index.at(rows)[:, self._numbers(columns)].T.copy()
         places = _alike(cells, list(columns))
         keys = {key for each, _ in places for key in _distinct(each >> _PLACE_BITS)}
-        return Cells({key: self._blocks[key].batch for key in keys}, places, list(columns), len(rows))
+        blocks = {key: self._blocks[key] for key in keys}
+        if self._keeper is not None:
+            self._keeper.used(blocks.values())
+        return Cells(blocks, places, list(columns), len(rows))
 
     def gather(self, rows: Int64s, columns: Sequence[str]) -> Batch:
         """Return cells in the order of the rows, all of them written; consecutive rows of a block are a view."""
@@ -218,11 +285,24 @@ class Unit:
         number = self._number[block.batch.names[0]]
         left[left] = self._index.at(block.rows[left])[:, number] >> _PLACE_BITS == key
         block.rows, block.places, block.dead = block.rows[left], block.places[left], 0
-        if _share(block) < 0.5:
+        if self._keeper is not None and block.spilled:
+            # By the number of cells: their lengths are on the disk, where nobody should wait under a lock.
+            if len(np.unique(block.places)) * 2 < len(block.batch):
+                self._keeper.thinned(self, block)
+        elif _share(block) < 0.5:
             self._compact(key)
 
+    def clear(self) -> None:
+        """Let all blocks go, for good."""
+        for key in list(self._blocks):
+            self._discard(key)
+
     def _discard(self, key: int) -> None:
-        self.nbytes -= self._blocks.pop(key).batch.nbytes
+        block = self._blocks.pop(key)
+        self.nbytes -= block.batch.nbytes
+        self.spilled -= block.batch.nbytes * block.spilled
+        if self._keeper is not None:
+            self._keeper.went(block)
 
     def _compact(self, key: int) -> None:
         block = self._blocks[key]

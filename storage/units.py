@@ -11,7 +11,9 @@ from asyncflow.storage.orders import (
     Free,
     Order,
     Orders,
+    Spilled,
 )
+from asyncflow.storage.status import MemoryStatus
 from asyncflow.storage.ticket import Answer
 
 Recompute: TypeAlias = Callable[[str, Sequence[str]], Sequence[str]]
@@ -34,6 +36,8 @@ class Post:
     asked: int = 0
     """How often it was told to free rows, and how often it has."""
     freed: int = 0
+    spilled: Spilled | None = None
+    """What it said of its disk, if it has a limit of memory."""
 
 
 class Units:
@@ -61,6 +65,19 @@ class Units:
     def sizes(self) -> dict[str, int]:
         """Bytes of the cells that each unit holds, by its address."""
         return {post.url: post.size for post in self._posts.values()}
+
+    @property
+    def memory(self) -> dict[str, MemoryStatus]:
+        """Memory and disk of each unit that has a limit, by its address."""
+        told = [(post, post.spilled) for post in self._posts.values() if post.spilled is not None]
+        return {
+            post.url: MemoryStatus(max(0, post.size - each.size), each.size, each.limit, each.folder, each.trouble)
+            for post, each in told
+        }
+
+    def spilled(self, number: int, told: Spilled) -> None:
+        """Hear what a unit has on its disk."""
+        self._posts[number].spilled = told
 
     def attach(self, session: int, url: str, answer: Answer) -> None:
         """Take in the unit of a session."""

@@ -19,6 +19,8 @@ app = typer.Typer(
 
 Files = Annotated[list[str], typer.Argument(help="Pipeline files (*.yaml), later ones win, and overrides key=value.")]
 Keys = Annotated[Path | None, typer.Option(help="Folder that `asyncflow storage keys` has written.")]
+Memory = Annotated[str | None, typer.Option(help="Most that cells may use in each process, such as 8GiB.")]
+Spill = Annotated[Path | None, typer.Option(help="Folder on a local disk for cells above that.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
 
 
@@ -86,11 +88,13 @@ def start(
         str, typer.Option(help="memory, journal (survives a crash of the process) or fsync (and a loss of power).")
     ] = "memory",
     folder: Annotated[str | None, typer.Option(help="Where its log is; one that is there is gone on with.")] = None,
+    memory: Memory = None,
+    spill: Spill = None,
 ) -> None:
     """Serve a queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
     from asyncflow.cli.storage import start as command
 
-    raise typer.Exit(command(url, keys, units, restore, durability, folder))
+    raise typer.Exit(command(url, keys, units, restore, durability, folder, memory, spill))
 
 
 @storage.command()
@@ -98,11 +102,13 @@ def unit(
     queue: Annotated[str, typer.Argument(help="Address of the queue.")],
     url: Annotated[str, typer.Option(help="Where clients reach the unit: ipc:///path or tcp://127.0.0.1:port.")],
     keys: Keys = None,
+    memory: Memory = None,
+    spill: Spill = None,
 ) -> None:
     """Hold cells for a queue that was started with units, until it ends: one more unit, on this or another host."""
     from asyncflow.cli.storage import unit as command
 
-    raise typer.Exit(command(queue, url, keys))
+    raise typer.Exit(command(queue, url, keys, memory, spill))
 
 
 @storage.command()

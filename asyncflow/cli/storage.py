@@ -9,7 +9,8 @@ from pathlib import Path
 from asyncflow.errors import MissingDependency, QueueClosed, StorageError, WaitTimeout
 from asyncflow.storage import TransferQueue
 from asyncflow.storage.prometheus import exposition
-from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
+from asyncflow.storage.spill import Spill, size_of
+from asyncflow.storage.status import MemoryStatus, QueueStatus, TableStatus, TaskCounts, Wait
 
 FAILED, USAGE = 1, 2
 
@@ -21,6 +22,8 @@ def start(
     restore: Path | None = None,
     durability: str = "memory",
     folder: str | None = None,
+    memory: str | None = None,
+    spill: Path | None = None,
 ) -> int:
     """Serve a queue until Ctrl-C or SIGTERM, empty or that of a folder; print its address once it accepts."""
     ends = {signal.SIGINT, signal.SIGTERM}
@@ -28,7 +31,7 @@ def start(
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         with ExitStack() as stack:
-            print(_served(stack, url, keys, units, restore, durability, folder), flush=True)
+            print(_served(stack, url, keys, units, restore, durability, folder, memory, spill), flush=True)
             signal.sigwait(ends)
     except (StorageError, MissingDependency) as error:
         return _refused(error)
@@ -43,19 +46,23 @@ def _served(
     restore: Path | None,
     durability: str,
     folder: str | None,
+    memory: str | None,
+    spill: Path | None,
 ) -> str:
+    limit = None if memory is None else size_of(memory)
     if durability != "memory" and (units or restore is not None):
         raise StorageError(f"durability {durability!r} is for a queue without units that begins empty or from its log")
     if units:
         from asyncflow.storage.host import Host
 
-        return stack.enter_context(Host(url, units, restore, keys=keys)).url
+        return stack.enter_context(Host(url, units, restore, keys=keys, memory_limit=limit, spill=spill)).url
     if restore is not None:
-        return stack.enter_context(TransferQueue.restore(restore)).serve(url, keys)
-    return stack.enter_context(TransferQueue.open(durability=durability, folder=folder)).serve(url, keys)
+        return stack.enter_context(TransferQueue.restore(restore, limit, spill)).serve(url, keys)
+    queue = TransferQueue.open(durability=durability, folder=folder, memory_limit=limit, spill=spill)
+    return stack.enter_context(queue).serve(url, keys)
 
 
-def unit(queue: str, url: str, keys: Path | None = None) -> int:
+def unit(queue: str, url: str, keys: Path | None = None, memory: str | None = None, spill: Path | None = None) -> int:
     """Be a storage unit of a queue until that ends, or until Ctrl-C or SIGTERM."""
     from asyncflow.storage.host import serve_unit
 
@@ -64,7 +71,7 @@ def unit(queue: str, url: str, keys: Path | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        serve_unit(queue, url, keys, ended)
+        serve_unit(queue, url, keys, ended, Spill.chosen(None if memory is None else size_of(memory), spill))
     except (StorageError, MissingDependency) as error:
         return _refused(error)
     return 0
@@ -104,11 +111,26 @@ def describe(url: str, status: QueueStatus) -> str:
     lines = [f"queue {url}: {status.clients - 1} other clients, {status.streams} streams"]
     if status.failed is not None:
         lines.append(f"failed: {status.failed.rstrip()}")
-    lines += [f"unit {unit}: {_size(held)}" for unit, held in status.units.items()]
+    if "" in status.memory:
+        lines.append(f"cells: {_memory(status.memory[''])}")
+    for unit, held in status.units.items():
+        kept = f": {_memory(status.memory[unit])}" if unit in status.memory else ""
+        lines.append(f"unit {unit}: {_size(held)}{kept}")
     for name, table in status.tables.items():
-        lines.append(f"table {name}: {table.rows} rows, {_size(table.bytes)}{', sealed' if table.sealed else ''}")
+        sealed = ", sealed" if table.sealed else ""
+        lines.append(f"table {name}: {table.rows} rows, {_size(table.bytes)}{_spilled(table)}{sealed}")
         lines += _table(table)
     return "\n".join(lines if status.tables else [*lines, "no tables"]) + "\n"
+
+
+def _memory(kept: MemoryStatus) -> str:
+    trouble = f", which cannot be written: {kept.trouble}" if kept.trouble else ""
+    memory = f"{_size(kept.memory)} in memory (limit {_size(kept.limit)})"
+    return f"{memory}, {_size(kept.spilled)} in {kept.folder}{trouble}"
+
+
+def _spilled(table: TableStatus) -> str:
+    return f" ({_size(table.spilled)} on disk)" if table.spilled else ""
 
 
 def _table(table: TableStatus) -> list[str]:

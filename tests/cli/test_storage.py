@@ -66,6 +66,32 @@ def test_a_durability_that_cannot_be_is_refused(url, options):
     assert "durability '" in done.stderr
 
 
+@pytest.mark.parametrize("units", [(), ("--units", "1")])
+def test_cells_above_the_limit_of_memory_are_on_the_disk(url, tmp_path, units):
+    options = "--memory", "1MB", "--spill", str(tmp_path / "disk"), *units
+    with started(url, *options) as (process, _), TransferQueue.open(url) as queue:
+        table = queue.create_table("t", Schema({"x": "list<int64>"}))
+        for number in range(20):
+            table.put({"x": [np.full(20_000, number)]}, timeout=100)
+        until(lambda: all(each.memory <= each.limit for each in queue.status().memory.values()))
+        text = inspect(url)[1]
+        assert f" MB in {tmp_path}/disk\n" in text, text
+        assert "in memory (limit 1.0 MB), " in text
+        assert table.read([3], ["x"])["x"][0].tolist() == [3] * 20_000
+        process.terminate()
+        assert process.wait(60) == 0
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("start", "--memory", "8GiB"), "needs a folder"), (("unit", "ipc://queue", "--memory", "much"), "no number of")],
+)
+def test_a_limit_of_memory_that_cannot_be_is_refused(url, options, said):
+    done = subprocess.run(command(*options, "--url", url), capture_output=True, text=True, timeout=100)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
 def test_tcp_tells_the_port_that_it_got():
     with started("tcp://127.0.0.1:*") as (_, address), TransferQueue.open(address) as queue:
         assert int(address.rpartition(":")[2]) > 0

@@ -11,6 +11,7 @@ from asyncflow.storage.client import Table
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.units import Units
 
 COLUMNS = {"tokens": "list<int64>", "text": "string", "score": "float32", "blob": "bytes"}
@@ -21,15 +22,24 @@ def address(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/queue"
 
 
+@pytest.fixture
+def spill() -> Callable[[], Spill | None]:
+    """Makes what each process that holds cells keeps a limit of memory by; none, unless a module says otherwise."""
+    return lambda: None
+
+
 @pytest.fixture(params=["embedded", "ipc", "tcp", "units"])
-def clients(request: pytest.FixtureRequest, address: str) -> Iterator[Callable[[], TransferQueue]]:
+def clients(
+    request: pytest.FixtureRequest, address: str, spill: Callable[[], Spill | None]
+) -> Iterator[Callable[[], TransferQueue]]:
     """Opens clients of one queue; embedded, they are all the queue itself."""
     units = request.param == "units"
-    host = TransferQueue(EmbeddedLink(Controller(units=Units() if units else None)))
+    controller = Controller(units=Units()) if units else Controller(spill=spill())
+    host = TransferQueue(EmbeddedLink(controller))
     opened: list[TransferQueue | Depot] = [host]
     url = {"ipc": address, "tcp": "tcp://127.0.0.1:*", "units": address}.get(request.param)
     served = host.serve(url) if url else ""
-    opened += [Depot(served, f"{address}.{number}", 30) for number in range(2 * units)]
+    opened += [Depot(served, f"{address}.{number}", 30, spill=spill()) for number in range(2 * units)]
 
     def client() -> TransferQueue:
         if not served:

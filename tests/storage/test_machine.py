@@ -7,6 +7,7 @@ every action; at the end all memory is free.
 import itertools
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -21,6 +22,7 @@ from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
 from asyncflow.storage.placed import LOST
+from asyncflow.storage.spill import Spill
 from asyncflow.storage.units import Units
 
 MAX_ROWS, LEASE_SECONDS, ATTEMPTS = 14, 10.0, 3
@@ -329,6 +331,25 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.close()
 
 
+class SpilledMachine(QueueMachine):
+    """The same with hardly any memory: nearly all cells are on a disk."""
+
+    def opened(self):
+        self.folder = TemporaryDirectory()
+        self.controller = Controller(lambda: self.now, spill=Spill(100, Path(self.folder.name)))
+        return TransferQueue(EmbeddedLink(self.controller))
+
+    @invariant()
+    def memory_falls_to_its_limit(self):
+        while (kept := self.queue.status().memory[""]).memory > kept.limit:
+            time.sleep(0.001)
+
+    def teardown(self):
+        super().teardown()
+        assert list(Path(self.folder.name).iterdir()) == []
+        self.folder.cleanup()
+
+
 class PlacedMachine(QueueMachine):
     """The same on storage units, which die."""
 
@@ -389,5 +410,7 @@ TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 TestMirrored = MirroredMachine.TestCase
 TestMirrored.settings = settings(max_examples=4, stateful_step_count=30, deadline=None)
+TestSpilled = SpilledMachine.TestCase
+TestSpilled.settings = settings(max_examples=4, stateful_step_count=30, deadline=None)
 TestPlaced = PlacedMachine.TestCase
 TestPlaced.settings = settings(max_examples=4, stateful_step_count=30, deadline=None)

@@ -1,7 +1,7 @@
 import re
 
 from asyncflow.storage.prometheus import exposition
-from asyncflow.storage.status import QueueStatus, TableStatus, TaskCounts, Wait
+from asyncflow.storage.status import MemoryStatus, QueueStatus, TableStatus, TaskCounts, Wait
 
 NAME = re.compile(r'[a-z_]+(\{([a-z]+="(?:[^"\\\n]|\\[\\n"])*",?)+\})? [0-9.e+-]+')
 
@@ -28,6 +28,16 @@ def test_figures_stand_where_they_belong():
     assert 'asyncflow_queue_task_done_rows_total{table="train",task="learn"} 3\n' in text
     assert 'asyncflow_queue_task_oldest_lease_seconds{table="train",task="learn"} 0.25\n' in text
     assert 'asyncflow_queue_longest_wait_seconds{table="train",task="learn",consumer="c"} 4\n' in text
+
+
+def test_memory_and_disk_are_told_for_each_process_that_has_a_limit():
+    kept = MemoryStatus(5, 30, 10, "/disk"), MemoryStatus(12, 0, 10, "/disk", "no space left")
+    text = exposition(QueueStatus({}, 0, 1, None, memory=dict(zip(("", "tcp://a"), kept, strict=True))))
+    assert 'asyncflow_queue_process_memory_bytes{process="holder"} 5\n' in text
+    assert 'asyncflow_queue_process_spilled_bytes{process="holder"} 30\n' in text
+    assert 'asyncflow_queue_process_limit_bytes{process="tcp://a"} 10\n' in text
+    assert 'asyncflow_queue_process_spill_failing{process="holder"} 0\n' in text
+    assert 'asyncflow_queue_process_spill_failing{process="tcp://a"} 1\n' in text
 
 
 def test_labels_are_escaped():
