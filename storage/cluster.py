@@ -29,7 +29,7 @@ from asyncflow.storage import wire
 from asyncflow.storage.arena import Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.keys import Folder
-from asyncflow.storage.link import AGAIN, AGAIN_AT_MOST, Pending
+from asyncflow.storage.link import AGAIN, AGAIN_AT_MOST, GRACE, Pending
 from asyncflow.storage.memory import keep
 from asyncflow.storage.orders import AskUnits, Fetch, Locate, Measured, Note, Placed, Places, Stage, UnitList, Watch
 from asyncflow.storage.remote import RemoteLink
@@ -38,8 +38,6 @@ from asyncflow.storage.ticket import Outcome
 from asyncflow.storage.traits import measure
 from asyncflow.types import Int64s
 
-# Seconds that a unit may take to greet.
-_CONNECT = 10.0
 # Leases whose places are remembered, for writes under them.
 _REMEMBERED = 4096
 
@@ -327,7 +325,7 @@ class ClusterLink:
 
     def _connect(self, url: str) -> RemoteLink:
         try:
-            return RemoteLink(url, min(self._timeout, _CONNECT), self._keys)
+            return RemoteLink(url, min(self._timeout, GRACE), self._keys)
         except WaitTimeout as error:  # it may have died so lately that the controller has not heard of it
             raise UnitLost(*error.args) from error
 

@@ -15,6 +15,7 @@ from asyncflow.errors import StorageError
 from asyncflow.storage import snapshot, wire
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.keys import Folder
+from asyncflow.storage.link import GRACE
 from asyncflow.storage.orders import Load, Take, Taken
 from asyncflow.storage.placed import PlacedStore
 from asyncflow.storage.remote import RemoteLink
@@ -29,7 +30,7 @@ _TIMEOUT = 60.0
 def collected(cut: snapshot.Cut, urls: list[str], keys: Folder | None = None) -> Iterator[snapshot.Cut]:
     """Return a cut with the blocks that the units hold, which are fetched as they are asked for."""
     with ExitStack() as links:
-        units = [links.enter_context(closing(RemoteLink(url, _TIMEOUT))) for url in urls]
+        units = [links.enter_context(closing(RemoteLink(url, GRACE, keys))) for url in urls]
         tables = [replace(table, blocks=_blocks(units, cut.lease, table.name)) for table in cut.tables]
         yield replace(cut, tables=tables)
 
@@ -58,7 +59,7 @@ def restore(controller: Controller, units: Units, folder: Path, keys: Folder | N
     files, bases, leases = snapshot.opened(folder)
     with ExitStack() as links:
         reached = {
-            number: links.enter_context(closing(RemoteLink(url, _TIMEOUT))) for number, url in units.urls.items()
+            number: links.enter_context(closing(RemoteLink(url, GRACE, keys))) for number, url in units.urls.items()
         }
 
         def made(cut: TableCut) -> PlacedStore:
