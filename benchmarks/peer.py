@@ -91,6 +91,22 @@ def batches(kind: str, rows: int, repeat: int) -> dict[str, list[float]]:
     return times
 
 
+def stored(kind: str, rows: int, repeat: int) -> dict[str, list[float]]:
+    """Put and get the arrays of one batch as an object of Ray's store."""
+    arrays = [array for column in Case("", kind, rows).rows().values() for array in column if array is not None]
+    times: dict[str, list[float]] = {"put": [], "get": []}
+    for number in range(repeat + 1):
+        put, reference = timed(lambda: ray.put(arrays))
+        get, found = timed(partial(ray.get, reference))
+        if number == 0:
+            assert all(map(np.array_equal, arrays, found))
+        else:
+            times["put"].append(put)
+            times["get"].append(get)
+        del reference, found
+    return times
+
+
 def same(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Whether all cells are equal."""
     return all(torch.equal(*pair) for pair in zip(before.unbind(), after.unbind(), strict=True))
@@ -142,6 +158,8 @@ def answer(request: dict[str, Any]) -> Any:
     match request.pop("do"):
         case "batches":
             return batches(**request)
+        case "stored":
+            return stored(**request)
         case "stream":
             began, arrived = stream(**request)
             return request["rows"] * request["number"] / (arrived[-1] - began[0])

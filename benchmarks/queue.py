@@ -1,5 +1,7 @@
 """How fast do rows go through the queue? Ours against the public one, a warm copy and a bare socket, in one run.
 
+Redis Streams and the object store of Ray are measured beside them where they are installed.
+
 python -m benchmarks.queue [--peer /path/to/venv/python] [--rounds N] [--quick]
 
 Every round measures everybody in turn, so that a busy machine troubles all alike; a figure is the median of the
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
+from benchmarks.others import RayStore, Redis
 from benchmarks.rows import Case, nbytes
 from benchmarks.subjects import Copy, Embedded, Peer, Served, Subject, Wire
 
@@ -141,10 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
     options = parser.parse_args(arguments)
-    size, subjects = QUICK if options.quick else FULL, [Copy(), Wire(), Embedded(), Served()]
+    size = QUICK if options.quick else FULL
+    subjects: list[Subject] = [Copy(), Wire(), Embedded(), Served()]
+    if Redis.installed():
+        subjects.append(Redis())
     peer = Peer(options.peer) if options.peer else None
+    if peer:
+        subjects += [peer, RayStore(peer)]
     try:
-        figures = measure([*subjects, *([peer] if peer else [])], size, options.rounds, _note)
+        figures = measure(subjects, size, options.rounds, _note)
     finally:
         if peer:
             peer.close()

@@ -242,7 +242,8 @@ class Peer:
         )
         self.versions: dict[str, str] = self._answer(PEER_START)
 
-    def _ask(self, do: str, **arguments: object) -> Any:
+    def ask(self, do: str, **arguments: object) -> Any:
+        """Have the worker do something, and return its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
@@ -258,19 +259,19 @@ class Peer:
 
     def batches(self, case: Case, repeat: int) -> Times:
         """Put a batch; get its metadata and data."""
-        return self._ask("batches", kind=case.kind, rows=case.count, repeat=max(1, repeat // 4))
+        return self.ask("batches", kind=case.kind, rows=case.count, repeat=max(1, repeat // 4))
 
     def stream(self, rows: int, number: int) -> float:
         """Batches from another process to the worker."""
-        return self._ask("stream", rows=rows, number=max(2, number // 20))
+        return self.ask("stream", rows=rows, number=max(2, number // 20))
 
     def latency(self, number: int) -> list[float]:
         """One row to a client that polls every millisecond."""
-        return self._ask("latency", number=max(1, number // 8))
+        return self.ask("latency", number=max(1, number // 8))
 
     def held(self, rows: int, batch: int, repeat: int) -> list[float]:
         """A batch through eight tasks."""
-        return self._ask("held", rows=rows, batch=batch, repeat=1)
+        return self.ask("held", rows=rows, batch=batch, repeat=1)
 
     def close(self) -> None:
         """Let the worker end its cluster."""

@@ -9,8 +9,10 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,6 +23,8 @@ from asyncflow.storage.frames import MAX_FRAME
 from asyncflow.storage.keys import OVERHEAD, Folder, lock, refusal
 from asyncflow.storage.server import HEARTBEAT_MS, SILENCE_MS
 from asyncflow.storage.wire import Buffer
+
+_Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
 class Connection:
@@ -50,6 +54,10 @@ class Connection:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        # Of a connection that is forgotten the parts must go in this order, or they wait for each other for ever.
+        parts = self._socket, self._events, self._context, self._wake, os.getpid()
+        self._release = weakref.finalize(self, _release, *parts)
+        self._release.atexit = False
         try:
             self._connect(url)
         except (StorageError, MissingDependency):
@@ -240,11 +248,16 @@ class Connection:
             if self._freed:
                 return
             self._freed = True
-            os.close(self._wake)
-            self._socket.disable_monitor()
-            self._events.close(0)
-            self._socket.close(0)
-            self._context.term()
+            self._release()
+
+
+def _release(socket: _Socket, events: _Socket, context: "zmq.Context[_Socket]", wake: int, process: int) -> None:
+    if os.getpid() == process:
+        os.close(wake)
+        socket.disable_monitor()
+        events.close(0)
+        socket.close(0)
+        context.term()
 
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
