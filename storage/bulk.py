@@ -27,10 +27,10 @@ MOST = 1 << 32
 """Bytes that one session may have under way; what is more is sent as frames."""
 PART = 32 << 20
 """Bytes that are worth a connection of their own."""
-STREAMS = 4
+STREAMS = 2
 """Connections that carry one message at most."""
 MAX_PARTS = 64
-CHUNK = 1 << 20
+CHUNK = 4 << 20
 """Bytes that are hashed while they are in the cache, before they are sent or after they were received."""
 SILENCE = 20.0
 """Seconds without a byte after which a peer counts as dead."""

@@ -121,7 +121,7 @@ class Dock:
 
     def reserve(self, session: int, nbytes: int, parts: int) -> Transfer | None:
         """Make room for what a session wants to send; None if it has too much of it already, or there is no memory."""
-        if not (0 < nbytes and nbytes % ALIGN == 0 and 0 < parts <= bulk.MAX_PARTS):
+        if not (nbytes > 0 and nbytes % ALIGN == 0 and 0 < parts <= bulk.MAX_PARTS):
             raise WireError(f"{nbytes} bytes in {parts} parts cannot be sent in bulk")
         if not self._bears(session, nbytes):
             return None
