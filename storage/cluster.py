@@ -79,9 +79,12 @@ class Scattered:
 class ClusterLink:
     """A connection to a controller and to its units."""
 
-    def __init__(self, control: RemoteLink, timeout: float, keys: Folder | None = None) -> None:
+    def __init__(
+        self, control: RemoteLink, timeout: float, keys: Folder | None = None, encrypt_bulk: bool = False
+    ) -> None:
         self.url = control.url
         self._control, self._timeout, self._keys = control, timeout, keys
+        self._encrypt_bulk = encrypt_bulk
         self._lock = threading.Lock()
         self._units: dict[int, RemoteLink] = {}
         self._best = 0
@@ -99,7 +102,7 @@ class ClusterLink:
     # Requests
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
-        """Send a request to whom it concerns; the caller may go on using the memory of the batch."""
+        """Send a request to whom it concerns; cells that leave over a network are read from its memory until it is answered."""
         match request:
             case wire.Put() if batch is not None:
                 return self._put(request, batch)
@@ -297,7 +300,7 @@ class ClusterLink:
                     self._units.pop(number).close()
             for number, url in reply.units.items():
                 if number not in self._units:
-                    self._units[number] = RemoteLink(url, self._timeout, self._keys)
+                    self._units[number] = RemoteLink(url, self._timeout, self._keys, self._encrypt_bulk)
             self._best = reply.next
 
     def _unit(self, number: int) -> RemoteLink:
@@ -319,9 +322,9 @@ class ClusterLink:
         """Whether the controller can be reached."""
         return self._control.ended is None
 
-    def serve(self, url: str, keys: Folder | None = None) -> str:
+    def serve(self, url: str, keys: Folder | None = None, encrypt_bulk: bool = False) -> str:
         """Refuse: only the process that holds a queue can serve it."""
-        return self._control.serve(url, keys)
+        return self._control.serve(url, keys, encrypt_bulk)
 
     def close(self) -> None:
         """Leave; idempotent."""

@@ -37,11 +37,13 @@ class Host:
         recompute: Recompute | None = None,
         keys: Path | None = None,
         timeout: float = START,
+        encrypt_bulk: bool = False,
     ) -> None:
         """Serve at `url` once so many units have joined, with the tables of a snapshot if one is named."""
         if units < 1:
             raise StorageError(f"a queue with storage units has at least one, not {units}")
         self._units, self._keys = Units(recompute, keys), keys
+        self._encrypt_bulk = encrypt_bulk
         controller = Controller(units=self._units)
         self._link = EmbeddedLink(controller)
         self._lock = threading.Lock()
@@ -49,7 +51,7 @@ class Host:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watches: list[threading.Thread] = []
         try:
-            self.url = self._link.serve(url, keys)
+            self.url = self._link.serve(url, keys, encrypt_bulk)
             for number in range(units):
                 watch = threading.Thread(target=self._keep, args=(number,), name="asyncflow-unit", daemon=True)
                 self._watches.append(watch)
@@ -76,7 +78,9 @@ class Host:
             with self._lock:
                 if self._ending:
                     return
-                process = subprocess.Popen(_command(self.url, number, self._keys), stdin=subprocess.DEVNULL)
+                command = _command(self.url, number, self._keys)
+                command += ["--encrypt-bulk"] if self._encrypt_bulk else []
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
                 self._processes.append(process)
             started.append(time.monotonic())
             code = process.wait()
@@ -117,9 +121,11 @@ def _command(controller: str, number: int, keys: Path | None) -> list[str]:
     return command if keys is None else [*command, "--keys", str(keys)]
 
 
-def serve_unit(controller: str, url: str, keys: Path | None, ended: threading.Event) -> None:
+def serve_unit(
+    controller: str, url: str, keys: Path | None, ended: threading.Event, encrypt_bulk: bool = False
+) -> None:
     """Be a unit of a queue until the queue is over, or `ended` is set by somebody."""
-    depot = Depot(controller, url, START, ended, keys)
+    depot = Depot(controller, url, START, ended, keys, encrypt_bulk)
     try:
         ended.wait()
     finally:

@@ -286,7 +286,7 @@ class RemoteLink:
         """Why the connection is over, if it is."""
         return self._ended
 
-    def serve(self, url: str, keys: Folder | None = None) -> str:
+    def serve(self, url: str, keys: Folder | None = None, encrypt_bulk: bool = False) -> str:
         """Refuse: only the process that holds a queue can serve it."""
         raise StorageError(f"{self.url} is served by another process: only the one that holds a queue can serve it")
 

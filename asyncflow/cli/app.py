@@ -19,6 +19,9 @@ app = typer.Typer(
 
 Files = Annotated[list[str], typer.Argument(help="Pipeline files (*.yaml), later ones win, and overrides key=value.")]
 Keys = Annotated[Path | None, typer.Option(help="Folder that `asyncflow storage keys` has written.")]
+Encrypt = Annotated[
+    bool, typer.Option("--encrypt-bulk", help="With keys: encrypt large batches too, which is several times slower.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
 
 
@@ -86,11 +89,12 @@ def start(
         str, typer.Option(help="memory, journal (survives a crash of the process) or fsync (and a loss of power).")
     ] = "memory",
     folder: Annotated[str | None, typer.Option(help="Where its log is; one that is there is gone on with.")] = None,
+    encrypt_bulk: Encrypt = False,
 ) -> None:
     """Serve a queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
     from asyncflow.cli.storage import start as command
 
-    raise typer.Exit(command(url, keys, units, restore, durability, folder))
+    raise typer.Exit(command(url, keys, units, restore, durability, folder, encrypt_bulk))
 
 
 @storage.command()
@@ -98,11 +102,12 @@ def unit(
     queue: Annotated[str, typer.Argument(help="Address of the queue.")],
     url: Annotated[str, typer.Option(help="Where clients reach the unit: ipc:///path or tcp://127.0.0.1:port.")],
     keys: Keys = None,
+    encrypt_bulk: Encrypt = False,
 ) -> None:
     """Hold cells for a queue that was started with units, until it ends: one more unit, on this or another host."""
     from asyncflow.cli.storage import unit as command
 
-    raise typer.Exit(command(queue, url, keys))
+    raise typer.Exit(command(queue, url, keys, encrypt_bulk))
 
 
 @storage.command()

@@ -21,6 +21,7 @@ def start(
     restore: Path | None = None,
     durability: str = "memory",
     folder: str | None = None,
+    encrypt_bulk: bool = False,
 ) -> int:
     """Serve a queue until Ctrl-C or SIGTERM, empty or that of a folder; print its address once it accepts."""
     ends = {signal.SIGINT, signal.SIGTERM}
@@ -28,7 +29,7 @@ def start(
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         with ExitStack() as stack:
-            print(_served(stack, url, keys, units, restore, durability, folder), flush=True)
+            print(_served(stack, url, keys, units, restore, durability, folder, encrypt_bulk), flush=True)
             signal.sigwait(ends)
     except (StorageError, MissingDependency) as error:
         return _refused(error)
@@ -43,19 +44,20 @@ def _served(
     restore: Path | None,
     durability: str,
     folder: str | None,
+    encrypt_bulk: bool,
 ) -> str:
     if durability != "memory" and (units or restore is not None):
         raise StorageError(f"durability {durability!r} is for a queue without units that begins empty or from its log")
     if units:
         from asyncflow.storage.host import Host
 
-        return stack.enter_context(Host(url, units, restore, keys=keys)).url
+        return stack.enter_context(Host(url, units, restore, keys=keys, encrypt_bulk=encrypt_bulk)).url
     if restore is not None:
-        return stack.enter_context(TransferQueue.restore(restore)).serve(url, keys)
-    return stack.enter_context(TransferQueue.open(durability=durability, folder=folder)).serve(url, keys)
+        return stack.enter_context(TransferQueue.restore(restore)).serve(url, keys, encrypt_bulk)
+    return stack.enter_context(TransferQueue.open(durability=durability, folder=folder)).serve(url, keys, encrypt_bulk)
 
 
-def unit(queue: str, url: str, keys: Path | None = None) -> int:
+def unit(queue: str, url: str, keys: Path | None = None, encrypt_bulk: bool = False) -> int:
     """Be a storage unit of a queue until that ends, or until Ctrl-C or SIGTERM."""
     from asyncflow.storage.host import serve_unit
 
@@ -64,7 +66,7 @@ def unit(queue: str, url: str, keys: Path | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        serve_unit(queue, url, keys, ended)
+        serve_unit(queue, url, keys, ended, encrypt_bulk)
     except (StorageError, MissingDependency) as error:
         return _refused(error)
     return 0
