@@ -102,7 +102,7 @@ class ClusterLink:
     # Requests
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
-        """Send a request to whom it concerns; cells that leave over a network are read from its memory until it is answered."""
+        """Send a request to whom it concerns; see `Link.send` on the memory of the batch."""
         match request:
             case wire.Put() if batch is not None:
                 return self._put(request, batch)

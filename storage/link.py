@@ -97,7 +97,7 @@ class Link(Protocol):
     url: str
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
-        """Send a request; cells that leave over a network are read from the memory of the batch until it is answered."""
+        """Send a request; what leaves over a network is read from the memory of the batch until it is answered."""
 
     def serve(self, url: str, keys: "str | os.PathLike[str] | None" = None, encrypt_bulk: bool = False) -> str:
         """Let others reach this controller, and return the address."""

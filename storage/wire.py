@@ -272,8 +272,8 @@ class Carry(Message, tag="carry"):
 
 Request: TypeAlias = (
     Hello | Map | Grant | Unpin | Bulk | Reserve | Withdraw | Carry | CreateTable | OpenTable | AddColumns | DropTable
-    | Put | Write | Read | Find | DeclareTask | OpenStream | Next | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Reset | Seal
-    | AskLedger | AskStatus | Snapshot | Fail | Bye | Cancel | orders.Question
+    | Put | Write | Read | Find | DeclareTask | OpenStream | Next | CloseStream | Done | Release | Extend | Drop
+    | Commit | Rewind | Reset | Seal | AskLedger | AskStatus | Snapshot | Fail | Bye | Cancel | orders.Question
 )  # fmt: skip
 
 
