@@ -322,7 +322,8 @@ class Dock:
         try:
             good = self._cross(visitor.socket, transfer, part)
         except OSError as error:
-            log.warning("part %d of transfer %d did not cross: %s", part, transfer.number, error)
+            # As text: who keeps the record would keep the memory, by way of the error's traceback.
+            log.warning("part %d of transfer %d did not cross: %s", part, transfer.number, str(error))
         finally:
             self._settle(transfer, part, moved=False)
             if not good:

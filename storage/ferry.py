@@ -139,7 +139,7 @@ class Ferry:
                 raise
             except OSError as error:
                 trip.check()
-                log.info("part %d of %d is tried once more: %s", part, stream.parts, error)
+                log.info("part %d of %d is tried once more: %s", part, stream.parts, str(error))
                 self._once(trip, self._connect(), said, lambda connection: move(connection, start, stop))
         except OSError:
             trip.end()

@@ -120,7 +120,7 @@ class RemoteLink:
         with self._lock:
             given_up, self._bulk = self._bulk, False
         if given_up and self._ended is None:
-            log.warning("%s: large batches are sent over its own port from now on: %s", self.peer, error)
+            log.warning("%s: large batches are sent over its own port from now on: %s", self.peer, str(error))
             self._tell(wire.Bulk(False))
 
     def _tell(self, request: wire.Request) -> None:
