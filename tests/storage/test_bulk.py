@@ -252,7 +252,7 @@ def test_strangers_are_few_and_do_not_stay(host, session, monkeypatch):
     silent = [session.connect(MAGIC[: number % 4]) for number in range(8)]
     for each in silent[:4]:
         assert each.recv(1) == b""
-    assert len(dock_of(host)._visitors) == 4
+    until(lambda: len(dock_of(host)._visitors) == 4)
     monkeypatch.setattr(dock, "GREETING", 0.1)
     with session.connect(MAGIC) as late:
         assert late.recv(1) == b""
