@@ -6,6 +6,7 @@ Each does the work of one round and returns seconds for each repetition, by oper
 import itertools
 import json
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import zmq
 
-from asyncflow.storage import Batch, Schema, TransferQueue
+from asyncflow.storage import Batch, Schema, TransferQueue, bulk
 from asyncflow.storage.batch import Column
 from asyncflow.storage.client import Table
 from benchmarks.rows import Case, Rows
@@ -289,12 +290,19 @@ class Peer:
 @contextmanager
 def child(do: str, *arguments: str) -> "Iterator[subprocess.Popen[str]]":
     """Run one of the functions below in a process of its own, which says when it is ready."""
+    with told(do, *arguments) as (process, _):
+        yield process
+
+
+@contextmanager
+def told(do: str, *arguments: str) -> "Iterator[tuple[subprocess.Popen[str], str]]":
+    """Run one of the functions below in a process of its own, and return what it says first, too."""
     command = [sys.executable, "-m", "benchmarks.subjects", do, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        said = process.stdout.readline().strip()
         try:
-            yield process
+            yield process, said
         finally:
             process.kill()
 
@@ -311,6 +319,38 @@ def serve(url: str) -> None:
         ready()
         while True:
             time.sleep(3600)
+
+
+def serve_tcp(limit: str) -> None:
+    """Serve an empty queue at a port of loopback, and tell the address; use bulk connections above a limit."""
+    bulk.LARGE = int(limit)
+    with TransferQueue.open() as queue:
+        print(queue.serve("tcp://127.0.0.1:*"), flush=True)
+        while True:
+            time.sleep(3600)
+
+
+def sink() -> None:
+    """Take and give so many bytes over a plain connection, from and to warm memory, and tell its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        connection, _ = listener.accept()
+        memory = np.zeros(0, np.uint8)
+        while said := connection.recv(9, socket.MSG_WAITALL):
+            size = int.from_bytes(said[1:], "little")
+            memory = memory if memory.size == size else np.ones(size, np.uint8)
+            if said[:1] == b"<":
+                connection.sendall(memory)
+            else:
+                fill(connection, memory)
+                connection.sendall(b"!")
+
+
+def fill(connection: socket.socket, memory: "np.ndarray[Any, Any]") -> None:
+    """Receive as many bytes as there is room for."""
+    left = memoryview(memory).cast("B")
+    while left:
+        left = left[connection.recv_into(left) :]
 
 
 def echo(url: str) -> None:
@@ -394,6 +434,8 @@ def _some(lease: Any) -> Any:
 
 CHILDREN: dict[str, Callable[..., None]] = {
     "serve": serve,
+    "serve_tcp": serve_tcp,
+    "sink": sink,
     "echo": echo,
     "produce": produce,
     "consume": consume_elsewhere,

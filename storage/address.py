@@ -41,6 +41,11 @@ def reachable(url: str) -> str:
     return f"tcp://{_way_out(family, elsewhere)}:{url.rpartition(':')[2]}"
 
 
+def host(url: str) -> str:
+    """Return the host of a tcp address, as a socket takes it."""
+    return _host(url).strip("[]")
+
+
 def _host(url: str) -> str:
     return url.removeprefix("tcp://").rpartition(":")[0]
 

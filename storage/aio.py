@@ -5,7 +5,8 @@
         async for lease in stream: ...
 
 A call that is cancelled is taken back: a batch that was on its way is given back at once, its attempt not counted.
-What a call sends is copied in the loop's thread before it first waits, which takes as long as copying it does.
+What a call sends is copied in the loop's thread before it first waits, which takes as long as copying it does; to a
+queue on another host it is sent from where it lies, and must stay as it is until the call returns.
 """
 
 import asyncio
@@ -31,13 +32,15 @@ from asyncflow.types import Int64s
 R = TypeVar("R")
 
 
-async def connect(url: str, timeout: float = TIMEOUT, keys: str | os.PathLike[str] | None = None) -> "AsyncQueue":
+async def connect(
+    url: str, timeout: float = TIMEOUT, keys: str | os.PathLike[str] | None = None, encrypt_bulk: bool = False
+) -> "AsyncQueue":
     """Reach a queue that is served, or make one in this process (`embedded://`), without holding up the loop."""
     opened: deque[client.TransferQueue] = deque()
     given_up = threading.Event()
 
     def opening() -> None:
-        opened.append(client.TransferQueue.open(url, timeout, keys))
+        opened.append(client.TransferQueue.open(url, timeout, keys, encrypt_bulk=encrypt_bulk))
         if given_up.is_set():
             _close(opened)
 

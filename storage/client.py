@@ -58,11 +58,13 @@ class TransferQueue:
         folder: str | os.PathLike[str] | None = None,
         memory_limit: int | None = None,
         spill: str | os.PathLike[str] | None = None,
+        encrypt_bulk: bool = False,
     ) -> "TransferQueue":
         """Make a queue in this process (`embedded://`), or reach one that is served (`ipc://…`, `tcp://…`).
 
         `keys` is a folder that `asyncflow storage keys` has written, for a queue that is served with keys. Beyond
-        this host's loopback it must be there, and may also be named by the environment variable ASYNCFLOW_KEYS.
+        this host's loopback it must be there, and may also be named by the environment variable ASYNCFLOW_KEYS. With
+        keys, large batches still travel in the clear, guarded by tokens, unless `encrypt_bulk` asks for more: slower.
 
         With `durability` `journal` what happens is written to a log in `folder` before anybody is told, and with
         `fsync` it is also on the disk by then. A folder that has a log holds the queue that this one goes on with:
@@ -85,12 +87,12 @@ class TransferQueue:
         if url.startswith(("ipc://", "tcp://")):
             from asyncflow.storage.remote import RemoteLink  # brings the sockets, which an embedded queue never needs
 
-            link = RemoteLink(url, timeout, keys)
+            link = RemoteLink(url, timeout, keys, encrypt_bulk)
             if not link.units:
                 return cls(link)
             from asyncflow.storage.cluster import ClusterLink
 
-            return cls(ClusterLink(link, timeout, keys))
+            return cls(ClusterLink(link, timeout, keys, encrypt_bulk))
         raise StorageError(f"{url!r} is no address of a queue: embedded://, ipc:///path or tcp://127.0.0.1:port")
 
     @classmethod
@@ -120,13 +122,14 @@ class TransferQueue:
         """The address that this queue was opened with."""
         return self._link.url
 
-    def serve(self, url: str, keys: str | os.PathLike[str] | None = None) -> str:
+    def serve(self, url: str, keys: str | os.PathLike[str] | None = None, encrypt_bulk: bool = False) -> str:
         """Let other processes open the queue; return the address, with the port that tcp got.
 
         With `keys`, only clients whose key the folder has. Beyond this host's loopback they must be there, as for
-        `open`; an address that means all of this host is returned as one that others may find it at.
+        `open`; an address that means all of this host is returned as one that others may find it at. Over tcp a second
+        port, which the system chooses, takes large batches in the clear; `encrypt_bulk` does without, for all clients.
         """
-        return self._link.serve(url, keys)
+        return self._link.serve(url, keys, encrypt_bulk)
 
     def create_table(
         self,

@@ -88,9 +88,12 @@ class Scattered:
 class ClusterLink:
     """A connection to a controller and to its units."""
 
-    def __init__(self, control: RemoteLink, timeout: float, keys: Folder | None = None) -> None:
+    def __init__(
+        self, control: RemoteLink, timeout: float, keys: Folder | None = None, encrypt_bulk: bool = False
+    ) -> None:
         self.url = control.url
         self._control, self._timeout, self._keys = control, timeout, keys
+        self._encrypt_bulk = encrypt_bulk
         self._lock = threading.Lock()
         self._units: dict[int, RemoteLink] = {}
         self._best = 0
@@ -109,7 +112,7 @@ class ClusterLink:
     # Requests
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
-        """Send a request to whom it concerns; the caller may go on using the memory of the batch."""
+        """Send a request to whom it concerns; see `Link.send` on the memory of the batch."""
         match request:
             case wire.Put() if batch is not None:
                 return self._put(request, batch)
@@ -325,7 +328,7 @@ class ClusterLink:
 
     def _connect(self, url: str) -> RemoteLink:
         try:
-            return RemoteLink(url, min(self._timeout, GRACE), self._keys)
+            return RemoteLink(url, min(self._timeout, GRACE), self._keys, self._encrypt_bulk)
         except WaitTimeout as error:  # it may have died so lately that the controller has not heard of it
             raise UnitLost(*error.args) from error
 
@@ -348,9 +351,9 @@ class ClusterLink:
         """Whether the controller can be reached."""
         return self._control.ended is None
 
-    def serve(self, url: str, keys: Folder | None = None) -> str:
+    def serve(self, url: str, keys: Folder | None = None, encrypt_bulk: bool = False) -> str:
         """Refuse: only the process that holds a queue can serve it."""
-        return self._control.serve(url, keys)
+        return self._control.serve(url, keys, encrypt_bulk)
 
     def close(self) -> None:
         """Leave; idempotent."""

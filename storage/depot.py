@@ -141,6 +141,7 @@ class Depot:
         over: threading.Event | None = None,
         keys: Folder | None = None,
         spill: Spill | None = None,
+        encrypt_bulk: bool = False,
     ) -> None:
         """Join the queue at `controller`, and serve clients at `url`; `over` is set when the controller is gone."""
         self._spill = spill
@@ -156,7 +157,7 @@ class Depot:
         self._takes: list[tuple[Ticket, Take]] = []
         self._asked: dict[Ticket, Pending] = {}
         self._mirrors: dict[int, RemoteLink] = {}
-        self._keys = keys
+        self._keys, self._encrypt_bulk = keys, encrypt_bulk
         # Copies leave in the order in which the cells came.
         self._copier = ThreadPoolExecutor(1, "asyncflow-copies")
         self._sessions = 0
@@ -168,7 +169,7 @@ class Depot:
         try:
             with suppress(OSError):  # without shared memory everything crosses the socket
                 self._arena.share()
-            self._server = Server(self, url, self._arena, self._arena.writer(self.join()), keys)
+            self._server = Server(self, url, self._arena, self._arena.writer(self.join()), keys, encrypt_bulk)
         except StorageError:
             self._upstream.close()
             self._arena.close()
@@ -406,8 +407,9 @@ class Depot:
             listed = self._upstream.send(AskUnits()).result(_PATIENCE)[0]
             if not isinstance(listed, UnitList) or unit not in listed.units:
                 raise QueueClosed(f"unit {unit} has gone")
-            link = self._mirrors[unit] = RemoteLink(listed.units[unit], _PATIENCE, self._keys)
+            link = RemoteLink(listed.units[unit], _PATIENCE, self._keys, self._encrypt_bulk)
             link.attend()
+            self._mirrors[unit] = link
         return link
 
     def _copy(self, order: Copy) -> None:

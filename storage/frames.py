@@ -2,9 +2,10 @@
 
 The buffers of all columns follow in order, values before offsets. Those below `SMALL` bytes are joined in the
 first frame, each at a multiple of 8. A larger one lies in memory that both ends map, and then only its place is
-sent, or it is a frame of its own and is never copied here; of more than `MAX_FRAME` bytes it is cut into frames
-of that size and a rest, which the receiver joins: there it costs a copy. The sizes that the layout claims are
-compared with the frames before anything is made of them.
+sent; or it crosses a bulk connection (`bulk`), and its place is where it lies there; or it is a frame of its own and
+is never copied here. Of more than `MAX_FRAME` bytes it is cut into frames of that size and a rest, which the receiver
+joins: there it costs a copy. The sizes that the layout claims are compared with the frames before anything is made
+of them.
 """
 
 import itertools
@@ -37,6 +38,14 @@ class ColumnLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
 
 
+class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Buffers that wait to be fetched over bulk connections by who names the token."""
+
+    token: bytes
+    bytes: int
+    parts: int
+
+
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The columns of a batch, and the xxh3 of all frames; what lies in shared memory crosses no wire."""
 
@@ -44,17 +53,32 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     columns: list[ColumnLayout]
     checksum: int
     places: list[tuple[int, int]] = []
-    """Segment and offset of each large buffer, where they are not frames."""
+    """Segment or transfer, and offset there, of each large buffer, where they are not frames."""
+    stream: Stream | None = None
+    """How large buffers are fetched that are still where they were."""
 
 
 class Memory(Protocol):
-    """Memory that both ends of a connection map."""
+    """Memory that both ends of a connection map, or that bulk connections fill."""
+
+    stream: Stream | None
+    """How the other end fetches what was placed, if it cannot see it."""
 
     def place(self, buffers: Sequence[Bytes]) -> list[tuple[int, int]]:
         """Return where buffers lie, after they have been copied there if need be; none if there is no room."""
 
     def find(self, segment: int, offset: int, nbytes: int) -> Bytes:
         """Return what the other end has placed; a WireError if there is nothing."""
+
+
+def large(batch: Batch) -> list[Bytes]:
+    """Return the buffers that are not joined."""
+    return [buffer for name in batch.names for buffer in batch[name].raw if buffer.size >= SMALL]
+
+
+def large_sizes(layout: Layout) -> list[int]:
+    """Return the bytes of each buffer that is not joined."""
+    return [size for size in _listed(layout) if size >= SMALL]
 
 
 def pack(batch: Batch, memory: Memory | None = None) -> tuple[Layout, list[Buffer]]:
@@ -70,17 +94,13 @@ def pack(batch: Batch, memory: Memory | None = None) -> tuple[Layout, list[Buffe
     places = memory.place(large) if large and memory is not None else []
     cut = () if places else (piece for buffer in large for piece in _cut(buffer.data))
     frames: list[Buffer] = [small, *cut]
-    return Layout(len(batch), columns, _checksum(frames), places), frames
+    stream = memory.stream if places and memory is not None else None
+    return Layout(len(batch), columns, _checksum(frames), places, stream), frames
 
 
 def unpack(layout: Layout, frames: Sequence[Buffer], memory: Memory | None = None) -> Batch:
     """Return the batch on the memory of its frames; any contradiction is a WireError."""
-    if not 0 <= layout.rows <= MAX_ROWS or len(layout.columns) > MAX_COLUMNS:
-        raise WireError(f"a batch of {layout.rows} rows and {len(layout.columns)} columns")
-    try:
-        sizes = [size for column in layout.columns for size in _sizes(column, layout.rows)]
-    except SchemaError as error:
-        raise WireError(str(error)) from error
+    sizes = _listed(layout)
     buffers = _split(sizes, frames, _found(sizes, layout.places, memory))
     if _checksum(frames) != layout.checksum:
         raise WireError("a batch does not match its checksum")
@@ -88,6 +108,16 @@ def unpack(layout: Layout, frames: Sequence[Buffer], memory: Memory | None = Non
         shared = bool(layout.places)
         columns = {column.name: _column(column, layout.rows, buffers, shared) for column in layout.columns}
         return Batch(columns, layout.rows)
+    except SchemaError as error:
+        raise WireError(str(error)) from error
+
+
+def _listed(layout: Layout) -> list[int]:
+    """Return the bytes of each buffer."""
+    if not 0 <= layout.rows <= MAX_ROWS or len(layout.columns) > MAX_COLUMNS:
+        raise WireError(f"a batch of {layout.rows} rows and {len(layout.columns)} columns")
+    try:
+        return [size for column in layout.columns for size in _sizes(column, layout.rows)]
     except SchemaError as error:
         raise WireError(str(error)) from error
 

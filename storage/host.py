@@ -41,6 +41,7 @@ class Host:
         timeout: float = START,
         memory_limit: int | None = None,
         spill: "str | os.PathLike[str] | None" = None,
+        encrypt_bulk: bool = False,
     ) -> None:
         """Serve at `url` once so many units have joined, with the tables of a snapshot if one is named.
 
@@ -51,6 +52,7 @@ class Host:
         if units < 1:
             raise StorageError(f"a queue with storage units has at least one, not {units}")
         self._units, self._keys = Units(recompute, keys), keys
+        self._encrypt_bulk = encrypt_bulk
         controller = Controller(units=self._units)
         self._link = EmbeddedLink(controller)
         self._lock = threading.Lock()
@@ -58,7 +60,7 @@ class Host:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watches: list[threading.Thread] = []
         try:
-            self.url = self._link.serve(url, keys)
+            self.url = self._link.serve(url, keys, encrypt_bulk)
             for number in range(units):
                 watch = threading.Thread(target=self._keep, args=(number,), name="asyncflow-unit", daemon=True)
                 self._watches.append(watch)
@@ -85,9 +87,8 @@ class Host:
             with self._lock:
                 if self._ending:
                     return
-                process = subprocess.Popen(
-                    [*_command(self.url, number, self._keys), *self._options], stdin=subprocess.DEVNULL
-                )
+                command = [*_command(self.url, number, self._keys), *self._options]
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
                 self._processes.append(process)
             started.append(time.monotonic())
             code = process.wait()
@@ -129,10 +130,15 @@ def _command(controller: str, number: int, keys: Path | None) -> list[str]:
 
 
 def serve_unit(
-    controller: str, url: str, keys: Path | None, ended: threading.Event, spill: Spill | None = None
+    controller: str,
+    url: str,
+    keys: Path | None,
+    ended: threading.Event,
+    spill: Spill | None = None,
+    encrypt_bulk: bool = False,
 ) -> None:
     """Be a unit of a queue until the queue is over, or `ended` is set by somebody."""
-    depot = Depot(controller, url, START, ended, keys, spill)
+    depot = Depot(controller, url, START, ended, keys, spill, encrypt_bulk)
     try:
         ended.wait()
     finally:

@@ -126,9 +126,9 @@ class Link(Protocol):
     url: str
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
-        """Send a request; the caller may go on using the memory of the batch."""
+        """Send a request; what leaves over a network is read from the memory of the batch until it is answered."""
 
-    def serve(self, url: str, keys: "str | os.PathLike[str] | None" = None) -> str:
+    def serve(self, url: str, keys: "str | os.PathLike[str] | None" = None, encrypt_bulk: bool = False) -> str:
         """Let others reach this controller, and return the address."""
 
     def writer(self) -> Writer:
@@ -157,7 +157,7 @@ class EmbeddedLink:
         pending.cancel = partial(self._controller.cancel, ticket)
         return pending
 
-    def serve(self, url: str, keys: "str | os.PathLike[str] | None" = None) -> str:
+    def serve(self, url: str, keys: "str | os.PathLike[str] | None" = None, encrypt_bulk: bool = False) -> str:
         """Let other processes in at `url`."""
         if self._controller.closed:
             raise QueueClosed(f"the queue is closed: it cannot be served at {url}")
@@ -165,7 +165,7 @@ class EmbeddedLink:
 
         with suppress(OSError):  # without shared memory everything crosses the socket
             self._arena.share()
-        server = Server(self._controller, url, self._arena, self._writer, keys)
+        server = Server(self._controller, url, self._arena, self._writer, keys, encrypt_bulk)
         self._servers.append(server)
         return server.url
 

@@ -8,7 +8,7 @@ from asyncflow.errors import SchemaError
 from asyncflow.storage.arena import ALIGN, Arena, Bytes, Region, Window, Writer, region_of
 from asyncflow.storage.batch import Batch, Column
 from asyncflow.storage.column import Values, bounds_of
-from asyncflow.storage.frames import SMALL
+from asyncflow.storage.frames import SMALL, Stream
 from asyncflow.storage.schema import Schema, dtype
 from asyncflow.types import Int64s
 
@@ -17,6 +17,8 @@ Place = tuple[int, int]
 
 class OwnerMemory:
     """The end of the process that holds the queue, for one session."""
+
+    stream: Stream | None = None
 
     def __init__(self, arena: Arena, writer: Writer, session: int) -> None:
         self._arena, self._writer, self._session = arena, writer, session
@@ -40,6 +42,8 @@ class OwnerMemory:
 
 class ClientMemory:
     """The end of a client, for one message; what it placed is held until this object goes, once that is sent."""
+
+    stream: Stream | None = None
 
     def __init__(self, window: Window, writer: Writer) -> None:
         self._window, self._writer = window, writer
@@ -74,7 +78,7 @@ class Room:
         shapes = {name: self._shape(name, n) for name, n in cells.items()}
         items = {name: schema.dtype(name).item for name in cells}
         sizes = [items[name].itemsize * int(np.prod(shapes[name], dtype=object)) for name in cells]
-        starts = _starts(sizes)
+        starts = laid(sizes)
         region = writer.take(starts[-1])
         memory = np.empty(starts[-1], np.uint8) if region is None else region.array()
         self._arrays: dict[str, Values] = {
@@ -114,7 +118,7 @@ def keep(batch: Batch, writer: Writer) -> Batch:
     if batch.nbytes < SMALL:
         return batch.copy()
     buffers = [buffer for name in batch.names for buffer in batch[name].raw if not _own(buffer, writer)]
-    starts = _starts([buffer.size for buffer in buffers])
+    starts = laid([buffer.size for buffer in buffers])
     region = writer.take(starts[-1]) if buffers else None
     if buffers and region is None:
         return batch.copy()
@@ -152,7 +156,7 @@ def _copies(writer: Writer, buffers: Sequence[Bytes]) -> tuple[list[Place] | Non
     """Copy buffers into one new region; None for the places if there is no memory."""
     if not buffers:
         return [], None
-    starts = _starts([buffer.size for buffer in buffers])
+    starts = laid([buffer.size for buffer in buffers])
     region = writer.take(starts[-1])
     if region is None:
         return None, None
@@ -162,7 +166,7 @@ def _copies(writer: Writer, buffers: Sequence[Bytes]) -> tuple[list[Place] | Non
     return [(region.segment, region.offset + start) for start in starts[:-1]], region
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
+def laid(sizes: Sequence[int]) -> list[int]:
     """Return where buffers begin that are laid one after another, and where the last ends."""
     starts: list[int] = bounds_of(np.array([size + -size % ALIGN for size in sizes], np.int64)).tolist()
     return starts

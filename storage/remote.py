@@ -5,25 +5,31 @@ A connection is a session: when it breaks, every pending and later call says whi
 """
 
 import itertools
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
+import numpy as np
 import zmq
 
 from asyncflow.errors import QueueClosed, StorageError, WaitTimeout, WireError
-from asyncflow.storage import wire
-from asyncflow.storage.address import check_port
-from asyncflow.storage.arena import Slab, Window, Writer
+from asyncflow.storage import bulk, frames, wire
+from asyncflow.storage.address import check_port, host
+from asyncflow.storage.arena import Bytes, Slab, Window, Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.connection import Connection
+from asyncflow.storage.ferry import Ferry, Landed, Shipped, Trip, fetchable
 from asyncflow.storage.keys import Folder, chosen
 from asyncflow.storage.link import GRACE, Heard, Pending
-from asyncflow.storage.memory import ClientMemory
+from asyncflow.storage.memory import ClientMemory, laid
 from asyncflow.storage.server import LINGER_MS, MAX_GRANT
 from asyncflow.storage.ticket import Outcome
+
+log = logging.getLogger(__name__)
 
 
 class Awaited(Pending):
@@ -51,9 +57,12 @@ class Awaited(Pending):
 class RemoteLink:
     """A connection to a controller that is served at `url`."""
 
-    def __init__(self, url: str, timeout: float, keys: Folder | None = None) -> None:
+    def __init__(self, url: str, timeout: float, keys: Folder | None = None, encrypt_bulk: bool = False) -> None:
         check_port(url, any_port=False)
         self._keys = chosen(url, keys)
+        if encrypt_bulk and self._keys is None:
+            raise StorageError(f"{url}: bulk data is encrypted with keys, which keys=FOLDER names")
+        self._plain_bulk = not encrypt_bulk
         self.url = url
         self.peer = f"the queue at {url}"
         self._numbers = itertools.count(1)
@@ -62,6 +71,9 @@ class RemoteLink:
         self._window: Window | None = None
         self._writer = Writer(self._grant)
         self._unused: deque[int] = deque()
+        self._ferry: Ferry | None = None
+        """What large batches go and come by, where there is no shared memory."""
+        self._bulk = False
         self.units = False
         """Whether the cells are held by units."""
         self._process = os.getpid()
@@ -79,10 +91,42 @@ class RemoteLink:
         except StorageError:
             self._stop(QueueClosed("the connection was closed"))
             raise
-        self.units = isinstance(welcome, wire.Welcome) and welcome.units
-        if isinstance(welcome, wire.Welcome) and Window.visible(welcome.arena, welcome.at, welcome.proof):
+        if not isinstance(welcome, wire.Welcome):
+            return
+        self.units = welcome.units
+        if Window.visible(welcome.arena, welcome.at, welcome.proof):
             self._window = Window(welcome.arena)
-            self._connection.send(wire.encode_call(next(self._numbers), wire.Map(), None))
+            self._tell(wire.Map())
+        elif welcome.bulk and self._plain_bulk:
+            self._reach(welcome.bulk)
+
+    def _reach(self, port: int) -> None:
+        try:
+            self._ferry = Ferry(host(self.url), port)
+        except OSError as error:
+            log.warning(
+                "%s: port %d, for large batches, cannot be reached (%s): they are sent over the port of the queue, "
+                "which is slower. Let it through, or choose that with encrypt_bulk",
+                self.peer,
+                port,
+                error,
+            )
+            return
+        # What comes by it is not read from the connection by who waits for it.
+        self._connection.attend()
+        self._bulk = True
+        self._tell(wire.Bulk(True))
+
+    def _give_up_bulk(self, error: Exception) -> None:
+        with self._lock:
+            given_up, self._bulk = self._bulk, False
+        if given_up and self._ended is None:
+            log.warning("%s: large batches are sent over its own port from now on: %s", self.peer, str(error))
+            self._tell(wire.Bulk(False))
+
+    def _tell(self, request: wire.Request) -> None:
+        """Send what is not answered."""
+        self._connection.send(wire.encode_call(next(self._numbers), request, None))
 
     def send(self, request: wire.Request, batch: Batch | None = None) -> Pending:
         """Send a request."""
@@ -103,21 +147,108 @@ class RemoteLink:
     def _send(self, pending: Pending, request: wire.Request, batch: Batch | None) -> Pending:
         if os.getpid() != self._process:
             raise StorageError(f"{self.peer} was opened by the process that this one was forked from: open it here")
-        number, window, send = next(self._numbers), self._window, self._connection.send
+        number, window = next(self._numbers), self._window
         if window is not None and (counts := window.unpinned()):
-            send(wire.encode_call(next(self._numbers), wire.Unpin(counts), None))
+            self._tell(wire.Unpin(counts))
+        if (
+            self._bulk
+            and batch is not None
+            and batch.nbytes > bulk.LARGE
+            and self._ship(number, pending, request, batch)
+        ):
+            return pending
         memory = None if window is None or batch is None else ClientMemory(window, self._writer)
-        frames = wire.encode_call(number, request, batch, memory)
-        pending.cancel = lambda: send(wire.encode_call(next(self._numbers), wire.Cancel(number), None))
+        parts = wire.encode_call(number, request, batch, memory)
+        pending.cancel = lambda: self._tell(wire.Cancel(number))
+        if self._expect(number, pending):
+            self._connection.send(parts)
+        return pending
+
+    def _expect(self, number: int, pending: Pending) -> bool:
+        """Have a request answered, by the end of the connection at the latest; return whether that is to come."""
         with self._lock:
             ended = self._ended
             if ended is None:
                 self._pending[number] = pending
-        if ended is None:
-            send(frames)
-        else:
+        if ended is not None:
             pending.complete(ended)
-        return pending
+        return ended is None
+
+    # Large batches, where there is no shared memory
+
+    def _ship(self, number: int, pending: Pending, request: wire.Request, batch: Batch) -> bool:
+        """Send a batch ahead of its request, in another thread; return whether that was begun."""
+        buffers, ferry = frames.large(batch), self._ferry
+        nbytes = laid([buffer.size for buffer in buffers])[-1]
+        if ferry is None or not bulk.LARGE < nbytes <= bulk.MOST:
+            return False
+        shipment = _Shipment(
+            ferry.trip(), lambda: self._tell(wire.Cancel(number)), lambda: self._taken_back(number, nbytes)
+        )
+        pending.cancel = shipment.cancel
+        if self._expect(number, pending):
+            work = partial(self._shipping, ferry, shipment, number, request, batch)
+            if not ferry.submit(partial(self._guarded, number, work)):
+                self._complete(number, QueueClosed(f"the client of {self.url} is closed"))
+        return True
+
+    def _shipping(self, ferry: Ferry, shipment: "_Shipment", number: int, request: wire.Request, batch: Batch) -> None:
+        buffers = frames.large(batch)
+        nbytes = laid([buffer.size for buffer in buffers])[-1]
+        room, memory = self._reserve(nbytes), None
+        if room is not None:
+            try:
+                ferry.send(shipment.trip, frames.Stream(room.token, nbytes, bulk.divided(nbytes)), buffers)
+                memory = Shipped(room.transfer)
+            except OSError as error:
+                self._tell(wire.Withdraw(room.transfer))
+                if not shipment.cancelled:
+                    self._give_up_bulk(error)
+        shipment.go(lambda: self._connection.send(wire.encode_call(number, request, batch, memory)))
+
+    def _reserve(self, nbytes: int) -> wire.Reserved | None:
+        """Ask for room to send to; None if there is none."""
+        reply = self.send(wire.Reserve(nbytes, bulk.divided(nbytes))).result(GRACE)[0]
+        return reply if isinstance(reply, wire.Reserved) and reply.transfer else None
+
+    def _taken_back(self, number: int, nbytes: int) -> None:
+        self._complete(number, WaitTimeout(f"{self.peer}: {nbytes} bytes were still on their way there"))
+
+    def _land(self, ferry: Ferry, answer: wire.Answer, parts: list[wire.Buffer]) -> None:
+        """Fetch the batch of an answer."""
+        layout = answer.batch
+        assert layout is not None
+        stream = fetchable(layout)
+        try:
+            memory = ferry.fetch(ferry.trip(), stream)
+        except OSError as error:
+            self._give_up_bulk(error)
+            memory = self._carried(layout)
+        batch = frames.unpack(layout, parts, Landed(memory))
+        self._complete(answer.call, (answer.body, batch))
+
+    def _carried(self, layout: frames.Layout) -> Bytes:
+        """Have brought over the socket what could not be fetched."""
+        batch = self.send(wire.Carry(layout.places[0][0])).result(bulk.SILENCE)[1]
+        if batch is None or batch.dtypes != {"bytes": "list<uint8>"}:
+            raise WireError("the answer has not the bytes that were asked for")
+        return batch["bytes"].values.view(np.uint8)
+
+    def _guarded(self, number: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except StorageError as error:
+            self._complete(number, error)
+        except Exception as error:
+            # A border: nobody else would answer the one who waits.
+            log.exception("a large batch could not be moved")
+            self._complete(number, StorageError(f"{type(error).__name__}: {error}"))
+
+    def _complete(self, number: int, outcome: Outcome) -> None:
+        with self._lock:
+            pending = self._pending.pop(number, None)
+        if pending is not None:
+            pending.complete(outcome)
 
     def writer(self) -> Writer:
         """Return the writer of this connection."""
@@ -155,7 +286,7 @@ class RemoteLink:
         """Have a thread hear of answers, and of the end of the connection, while nobody waits for them."""
         self._connection.attend()
 
-    def serve(self, url: str, keys: Folder | None = None) -> str:
+    def serve(self, url: str, keys: Folder | None = None, encrypt_bulk: bool = False) -> str:
         """Refuse: only the process that holds a queue can serve it."""
         raise StorageError(f"{self.url} is served by another process: only the one that holds a queue can serve it")
 
@@ -169,6 +300,8 @@ class RemoteLink:
 
     def _stop(self, error: StorageError) -> None:
         self._connection.close(error)
+        if self._ferry is not None:
+            self._ferry.close()
 
     def _receive(self, parts: "list[zmq.Frame]") -> None:
         try:
@@ -176,6 +309,10 @@ class RemoteLink:
             answer, batch = wire.decode_answer([part.buffer for part in parts], memory)
         except WireError as error:
             self._connection.end(WireError(f"{self.peer} sent what is no answer: {error}"))
+            return
+        if answer.batch is not None and answer.batch.stream is not None and self._ferry is not None:
+            work = partial(self._land, self._ferry, answer, [part.buffer for part in parts[1:]])
+            self._ferry.submit(partial(self._guarded, answer.call, work))
             return
         with self._lock:
             pending = self._pending.get(answer.call)
@@ -194,6 +331,36 @@ class RemoteLink:
             each.complete(self._ended)
         if self._window is not None:
             self._window.close()
+        if self._ferry is not None:
+            self._ferry.abort()
+
+
+class _Shipment:
+    """A request whose batch goes ahead: until that has arrived it can be taken back here, and then at the server."""
+
+    def __init__(self, trip: Trip, cancel: Callable[[], None], taken_back: Callable[[], None]) -> None:
+        self.trip = trip
+        self._lock = threading.Lock()
+        self._cancel, self._taken_back = cancel, taken_back
+        self._gone = self.cancelled = False
+
+    def cancel(self) -> None:
+        """Take the request back."""
+        with self._lock:
+            self.cancelled = True
+            gone = self._gone
+        if gone:
+            self._cancel()
+        else:
+            self.trip.end()
+            self._taken_back()
+
+    def go(self, post: Callable[[], None]) -> None:
+        """Send the request, unless it was taken back."""
+        with self._lock:
+            self._gone = not self.cancelled
+            if self._gone:  # before anybody can have the server take it back
+                post()
 
 
 def _segment(reply: wire.Reply) -> int | None:

@@ -13,12 +13,14 @@ import select
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -26,8 +28,9 @@ from asyncflow.errors import MissingDependency, StorageError, WireError
 from asyncflow.storage import wire
 from asyncflow.storage.address import check_port, reachable, six
 from asyncflow.storage.arena import Arena, Writer
-from asyncflow.storage.batch import Batch
-from asyncflow.storage.frames import MAX_FRAME
+from asyncflow.storage.batch import Batch, Column
+from asyncflow.storage.dock import Dock, DockMemory, whole
+from asyncflow.storage.frames import MAX_FRAME, Memory
 from asyncflow.storage.keys import OVERHEAD, Folder, Gate, chosen
 from asyncflow.storage.memory import OwnerMemory
 from asyncflow.storage.ticket import Answer, Outcome, Ticket, gathered
@@ -50,6 +53,8 @@ class Peer:
     descriptor: int
     memory: OwnerMemory | None = None
     """Where large buffers are exchanged, if the client maps the arena."""
+    bulk: bool = False
+    """Whether the client reaches the port for bulk connections."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
 
@@ -76,11 +81,20 @@ class Served(Protocol):
 class Server:
     """Serves a controller or a unit at one address until it is closed."""
 
-    def __init__(self, controller: Served, url: str, arena: Arena, writer: Writer, keys: Folder | None = None) -> None:
+    def __init__(
+        self,
+        controller: Served,
+        url: str,
+        arena: Arena,
+        writer: Writer,
+        keys: Folder | None = None,
+        encrypt_bulk: bool = False,
+    ) -> None:
         self._controller, self._arena, self._writer = controller, arena, writer
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._gate: Gate | None = None
+        self._dock: Dock | None = None
         self._events = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._wake = os.eventfd(0)
         self._outbox: deque[tuple[bytes, int, Outcome | list[wire.Buffer]]] = deque()
@@ -93,17 +107,21 @@ class Server:
         """The thread that reads, and sends what it has queued itself."""
         self._lock = threading.Lock()
         try:
-            self._guard(url, keys)
+            self._guard(url, keys, encrypt_bulk)
             self.url = _bind(self._socket, url)
+            if not encrypt_bulk:
+                self._dock = _dock(self._socket, writer)
         except (StorageError, MissingDependency):
             self._free()
             raise
         self._thread = threading.Thread(target=self._loop, name="asyncflow-server", daemon=True)
         self._thread.start()
 
-    def _guard(self, url: str, keys: Folder | None) -> None:
+    def _guard(self, url: str, keys: Folder | None, encrypt_bulk: bool) -> None:
         _check(url)
         folder = chosen(url, keys)
+        if encrypt_bulk and folder is None:
+            raise StorageError(f"{url}: bulk data is encrypted with keys: name them by keys=FOLDER or --keys FOLDER")
         if folder is not None:
             self._gate = Gate(self._context, self._socket, folder)
 
@@ -130,6 +148,8 @@ class Server:
             self._work()
         self._gatherers.shutdown()
         self._flush()
+        if self._dock is not None:
+            self._dock.close()
         self._free()
 
     def _work(self) -> None:
@@ -194,9 +214,12 @@ class Server:
             log.exception("request %s failed", type(call.body).__name__)
             self._reply(name.bytes, call.call, _fault(error))
 
-    def _memory(self, name: bytes) -> OwnerMemory | None:
+    def _memory(self, name: bytes) -> Memory | None:
         peer = self._peers.get(name)
-        return None if peer is None else peer.memory
+        if peer is None or peer.memory is not None or self._dock is None:
+            return None if peer is None else peer.memory
+        # What a server that ends still has to say must come with the message.
+        return DockMemory(self._dock, peer.session, fetches=peer.bulk and not self._stopping)
 
     def _handle(self, name: bytes, descriptor: int, call: wire.Call, batch: Batch | None) -> None:
         if isinstance(call.body, wire.Hello):
@@ -217,6 +240,10 @@ class Server:
                 self._arena.unpin(counts, peer.session)
             case wire.Grant(nbytes, left):
                 self._reply(name, number, (self._grant(nbytes, left, peer), None))
+            case wire.Bulk(on):
+                peer.bulk = on
+            case wire.Reserve() | wire.Carry() | wire.Withdraw():
+                self._transfer(name, number, peer.session, call.body)
             case wire.Bye():
                 self._leave(name, lost=False)
                 self._reply(name, number, (wire.Ok(), None))
@@ -233,6 +260,34 @@ class Server:
         session = self._peers.pop(name).session
         self._controller.leave(session, lost)
         self._arena.forget(session)
+        if self._dock is not None:
+            self._dock.forget(session)
+
+    def _transfer(
+        self, name: bytes, number: int, session: int, body: "wire.Reserve | wire.Carry | wire.Withdraw"
+    ) -> None:
+        """Do what a client wants of the dock; memory is taken or copied elsewhere, so that it holds up nobody."""
+        dock = self._dock
+        if dock is None:
+            raise WireError("this queue has no port for bulk connections")
+        match body:
+            case wire.Withdraw(transfer):
+                dock.withdraw(session, transfer)
+            case wire.Reserve():
+                self._gatherers.submit(self._answer, name, number, lambda: _reserved(dock, session, body))
+            case wire.Carry(transfer):
+                self._gatherers.submit(self._answer, name, number, lambda: _carried(dock, session, transfer))
+
+    def _answer(self, name: bytes, number: int, work: Callable[[], Outcome]) -> None:
+        try:
+            outcome = work()
+        except StorageError as error:
+            outcome = error
+        except Exception as error:
+            # A border as in `_receive`.
+            log.exception("a transfer could not be made")
+            outcome = _fault(error)
+        self._send(name, number, _frames(number, outcome, None))
 
     def _submit(self, name: bytes, peer: Peer, call: wire.Call, batch: Batch | None) -> None:
         number = call.call
@@ -255,7 +310,7 @@ class Server:
         """Tell a client where the arena is, and what it finds there if it is the same memory."""
         challenge = None if peer is None else self._arena.challenge(peer.session)
         where = ("", 0, b"") if challenge is None else (self._arena.name, *challenge)
-        return wire.Welcome(*where, self._controller.placed)
+        return wire.Welcome(*where, self._controller.placed, 0 if self._dock is None else self._dock.port)
 
     def _reply(self, name: bytes, number: int, outcome: Outcome) -> None:
         """Queue an answer; called from any thread, also under the controller's lock."""
@@ -279,14 +334,24 @@ class Server:
     def _flush(self) -> None:
         while self._outbox:
             name, number, answer = self._outbox.popleft()
-            peer = self._peers.get(name)
-            frames = (
-                answer if isinstance(answer, list) else _frames(number, answer, None if peer is None else peer.memory)
-            )
+            frames = answer if isinstance(answer, list) else _frames(number, answer, self._memory(name))
             self._socket.send_multipart([name, *frames], copy=False)
 
 
-def _frames(number: int, outcome: Outcome, memory: OwnerMemory | None) -> list[wire.Buffer]:
+def _reserved(dock: Dock, session: int, wish: wire.Reserve) -> Outcome:
+    transfer = dock.reserve(session, wish.bytes, wish.parts)
+    return (wire.Reserved() if transfer is None else wire.Reserved(transfer.number, transfer.token)), None
+
+
+def _carried(dock: Dock, session: int, number: int) -> Outcome:
+    transfer = dock.withdraw(session, number)
+    if transfer is None or transfer.incoming:
+        raise StorageError(f"transfer {number} has expired: ask for the cells again")
+    data = whole(transfer)
+    return wire.Ok(), Batch({"bytes": Column.ragged(data, np.array([0, data.size]), "list<uint8>")})
+
+
+def _frames(number: int, outcome: Outcome, memory: Memory | None) -> list[wire.Buffer]:
     if isinstance(outcome, StorageError):
         return wire.encode_answer(number, wire.failure(outcome), None)
     try:
@@ -337,6 +402,18 @@ def _bind(router: "zmq.Socket[bytes]", url: str) -> str:
     if scheme == "ipc":
         Path(place).chmod(0o600)
     return reachable(router.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def _dock(router: "zmq.Socket[bytes]", writer: Writer) -> Dock | None:
+    """Listen for bulk connections beside a socket that other hosts may reach."""
+    scheme, _, place = router.getsockopt_string(zmq.LAST_ENDPOINT).partition("://")
+    if scheme != "tcp":
+        return None
+    host = place.rpartition(":")[0].strip("[]")
+    try:
+        return Dock(host, writer)
+    except OSError as error:
+        raise StorageError(f"no port for bulk connections can be had at {host}: {error}") from error
 
 
 _OPTIONS = {

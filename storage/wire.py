@@ -19,7 +19,7 @@ from asyncflow.storage.spec import PLAIN, Choice
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_HEADER = 64 << 20
 
 Buffer: TypeAlias = bytes | memoryview
@@ -245,10 +245,35 @@ class Unpin(Message, tag="unpin"):
     counts: dict[int, int]
 
 
+class Bulk(Message, tag="bulk"):
+    """The client reaches the port for bulk connections, or not: answers may ask to be fetched there. Not answered."""
+
+    on: bool
+
+
+class Reserve(Message, tag="reserve"):
+    """Ask for room to send so many bytes over bulk connections, in so many parts."""
+
+    bytes: int
+    parts: int
+
+
+class Withdraw(Message, tag="withdraw"):
+    """End a transfer that was reserved. Not answered."""
+
+    transfer: int
+
+
+class Carry(Message, tag="carry"):
+    """Ask for what a transfer has as a column of the answer, where it cannot be fetched otherwise."""
+
+    transfer: int
+
+
 Request: TypeAlias = (
-    Hello | Map | Grant | Unpin | CreateTable | OpenTable | AddColumns | DropTable | Put | Write | Read | Find
-    | DeclareTask | OpenStream | Next | CloseStream | Done | Release | Extend | Drop | Commit | Rewind | Reset | Seal
-    | AskLedger | AskStatus | Snapshot | Fail | Bye | Cancel | orders.Question
+    Hello | Map | Grant | Unpin | Bulk | Reserve | Withdraw | Carry | CreateTable | OpenTable | AddColumns | DropTable
+    | Put | Write | Read | Find | DeclareTask | OpenStream | Next | CloseStream | Done | Release | Extend | Drop
+    | Commit | Rewind | Reset | Seal | AskLedger | AskStatus | Snapshot | Fail | Bye | Cancel | orders.Question
 )  # fmt: skip
 
 
@@ -264,12 +289,21 @@ class Welcome(Message, tag="welcome"):
     proof: bytes = b""
     units: bool = False
     """Whether cells are held by units: puts and writes go there."""
+    bulk: int = 0
+    """The port for bulk connections, if there is one."""
 
 
 class Granted(Message, tag="granted"):
     """Answer to `grant`; no segment if there is no memory for it."""
 
     segment: int | None = None
+
+
+class Reserved(Message, tag="reserved"):
+    """Answer to `reserve`: what bulk connections and the message name; no transfer if there is no room."""
+
+    transfer: int = 0
+    token: bytes = b""
 
 
 class TableInfo(Message, tag="table"):
@@ -337,7 +371,7 @@ class Failure(Message, tag="failure"):
 
 
 Reply: TypeAlias = (
-    Ok | Welcome | Granted | TableInfo | Rows | Found | Opened | Leased | End | Ledgered | Status | Failure
+    Ok | Welcome | Granted | Reserved | TableInfo | Rows | Found | Opened | Leased | End | Ledgered | Status | Failure
     | orders.Reply
 )  # fmt: skip
 
@@ -391,28 +425,30 @@ def encode_answer(call: int, body: Reply, batch: Batch | None, memory: frames.Me
 
 def decode_call(parts: Sequence[Buffer], memory: frames.Memory | None = None) -> tuple[Call, Batch | None]:
     """Read a request; anything malformed is a WireError."""
-    return _decode(_calls, parts, memory)
+    call = _decode(_calls, parts)
+    if call.batch is not None and call.batch.stream is not None:
+        raise errors.WireError("a request whose batch is still to be fetched")
+    return call, None if call.batch is None else frames.unpack(call.batch, parts[1:], memory)
 
 
 def decode_answer(parts: Sequence[Buffer], memory: frames.Memory | None = None) -> tuple[Answer, Batch | None]:
-    """Read a reply; anything malformed is a WireError."""
-    return _decode(_answers, parts, memory)
+    """Read a reply; anything malformed is a WireError. A batch that is still to be fetched is not returned."""
+    answer = _decode(_answers, parts)
+    if answer.batch is None or answer.batch.stream is not None:
+        return answer, None
+    return answer, frames.unpack(answer.batch, parts[1:], memory)
 
 
-def _decode(
-    decoder: "msgspec.msgpack.Decoder[T]", parts: Sequence[Buffer], memory: frames.Memory | None
-) -> tuple[T, Batch | None]:
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", parts: Sequence[Buffer]) -> T:
     if not parts or len(parts[0]) > MAX_HEADER:
         raise errors.WireError(f"a header of {len(parts[0]) if parts else 0} bytes")
     try:
         message = decoder.decode(parts[0])
     except (msgspec.DecodeError, RecursionError) as error:
         raise errors.WireError(f"not a message: {error}") from error
-    if message.batch is None:
-        if len(parts) > 1:
-            raise errors.WireError(f"{len(parts) - 1} frames that belong to no batch")
-        return message, None
-    return message, frames.unpack(message.batch, parts[1:], memory)
+    if message.batch is None and len(parts) > 1:
+        raise errors.WireError(f"{len(parts) - 1} frames that belong to no batch")
+    return message
 
 
 def failure(error: errors.StorageError) -> Failure:

@@ -21,6 +21,9 @@ Files = Annotated[list[str], typer.Argument(help="Pipeline files (*.yaml), later
 Keys = Annotated[Path | None, typer.Option(help="Folder that `asyncflow storage keys` has written.")]
 Memory = Annotated[str | None, typer.Option(help="Most that cells may use in each process, such as 8GiB.")]
 Spill = Annotated[Path | None, typer.Option(help="Folder on a local disk for cells above that.")]
+Encrypt = Annotated[
+    bool, typer.Option("--encrypt-bulk", help="With keys: encrypt large batches too, which is several times slower.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
 
 
@@ -90,11 +93,12 @@ def start(
     folder: Annotated[str | None, typer.Option(help="Where its log is; one that is there is gone on with.")] = None,
     memory: Memory = None,
     spill: Spill = None,
+    encrypt_bulk: Encrypt = False,
 ) -> None:
     """Serve a queue until Ctrl-C or SIGTERM, and print its address once it accepts."""
     from asyncflow.cli.storage import start as command
 
-    raise typer.Exit(command(url, keys, units, restore, durability, folder, memory, spill))
+    raise typer.Exit(command(url, keys, units, restore, durability, folder, memory, spill, encrypt_bulk))
 
 
 @storage.command()
@@ -104,11 +108,12 @@ def unit(
     keys: Keys = None,
     memory: Memory = None,
     spill: Spill = None,
+    encrypt_bulk: Encrypt = False,
 ) -> None:
     """Hold cells for a queue that was started with units, until it ends: one more unit, on this or another host."""
     from asyncflow.cli.storage import unit as command
 
-    raise typer.Exit(command(queue, url, keys, memory, spill))
+    raise typer.Exit(command(queue, url, keys, memory, spill, encrypt_bulk))
 
 
 @storage.command()

@@ -24,6 +24,7 @@ def start(
     folder: str | None = None,
     memory: str | None = None,
     spill: Path | None = None,
+    encrypt_bulk: bool = False,
 ) -> int:
     """Serve a queue until Ctrl-C or SIGTERM, empty or that of a folder; print its address once it accepts."""
     ends = {signal.SIGINT, signal.SIGTERM}
@@ -31,7 +32,8 @@ def start(
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         with ExitStack() as stack:
-            print(_served(stack, url, keys, units, restore, durability, folder, memory, spill), flush=True)
+            queue = _served(stack, url, keys, units, restore, durability, folder, memory, spill, encrypt_bulk)
+            print(queue, flush=True)
             signal.sigwait(ends)
     except (StorageError, MissingDependency) as error:
         return _refused(error)
@@ -48,6 +50,7 @@ def _served(
     folder: str | None,
     memory: str | None,
     spill: Path | None,
+    encrypt_bulk: bool,
 ) -> str:
     limit = None if memory is None else size_of(memory)
     if durability != "memory" and (units or restore is not None):
@@ -55,14 +58,22 @@ def _served(
     if units:
         from asyncflow.storage.host import Host
 
-        return stack.enter_context(Host(url, units, restore, keys=keys, memory_limit=limit, spill=spill)).url
+        host = Host(url, units, restore, keys=keys, memory_limit=limit, spill=spill, encrypt_bulk=encrypt_bulk)
+        return stack.enter_context(host).url
     if restore is not None:
-        return stack.enter_context(TransferQueue.restore(restore, limit, spill)).serve(url, keys)
+        return stack.enter_context(TransferQueue.restore(restore, limit, spill)).serve(url, keys, encrypt_bulk)
     queue = TransferQueue.open(durability=durability, folder=folder, memory_limit=limit, spill=spill)
-    return stack.enter_context(queue).serve(url, keys)
+    return stack.enter_context(queue).serve(url, keys, encrypt_bulk)
 
 
-def unit(queue: str, url: str, keys: Path | None = None, memory: str | None = None, spill: Path | None = None) -> int:
+def unit(
+    queue: str,
+    url: str,
+    keys: Path | None = None,
+    memory: str | None = None,
+    spill: Path | None = None,
+    encrypt_bulk: bool = False,
+) -> int:
     """Be a storage unit of a queue until that ends, or until Ctrl-C or SIGTERM."""
     from asyncflow.storage.host import serve_unit
 
@@ -71,7 +82,8 @@ def unit(queue: str, url: str, keys: Path | None = None, memory: str | None = No
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        serve_unit(queue, url, keys, ended, Spill.chosen(None if memory is None else size_of(memory), spill))
+        chosen = Spill.chosen(None if memory is None else size_of(memory), spill)
+        serve_unit(queue, url, keys, ended, chosen, encrypt_bulk)
     except (StorageError, MissingDependency) as error:
         return _refused(error)
     return 0

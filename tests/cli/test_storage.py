@@ -156,6 +156,13 @@ def test_an_address_that_cannot_be_served_is_refused(tmp_path):
     assert (done.returncode, "it takes keys" in done.stderr) == (2, True)
 
 
+def test_encryption_without_keys_is_refused():
+    options = ("start", "--url", "tcp://127.0.0.1:*", "--encrypt-bulk")
+    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--keys FOLDER" in done.stderr
+
+
 def test_keys_are_written_once_and_let_another_host_in(tmp_path):
     keys = tmp_path / "keys"
     write = command("keys", str(keys))

@@ -23,6 +23,8 @@ queue = TransferQueue.open()
 columns = {"f": "float32[3]", "h": "bfloat16", "b": "bool", "ids": "list<int64>", "text": "string", "blob": "bytes"}
 table = queue.create_table("t", Schema(columns))
 table.task("all", reads=tuple(columns))
+large = queue.create_table("large", Schema({"image": "uint8[1048576]", "ids": "list<int64>"}))
+large.task("all", reads=("image", "ids"))
 print(queue.serve(f"tcp://{sys.argv[1]}:*", sys.argv[2]), queue._link._arena.name, flush=True)
 sys.stdin.readline()
 lease = table.stream("all", rows=8).next(120)
@@ -47,6 +49,10 @@ def cells(seed):
         "f": f, "h": draw.integers(0, 1 << 16, 4, np.uint16), "b": np.array([True, False, True, False]),
         "ids": [draw.integers(-1 << 62, 1 << 62, n) for n in (0, 1, 400_000, 7)],
         "text": ["", "é漢字", "x" * 100_000, "\\0"], "blob": [draw.bytes(n) for n in (5 << 20, 0, 1, 3 << 20)]})
+def images(seed):
+    draw = np.random.default_rng(seed)
+    return {"image": draw.integers(0, 256, (40, 1 << 20), np.uint8),
+            "ids": [draw.integers(-1 << 62, 1 << 62, n) for n in range(100_000, 100_040)]}
 def same(found, given):
     return all(np.array_equal(a, b) for name in given.names for a, b in zip(found[name].raw, given[name].raw))
 """
@@ -144,6 +150,25 @@ def run(host: Host, code: str, *arguments: str) -> str:
     told, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     return told
+
+
+LARGE = """
+table = queue.table("large")
+rows = table.put(images(1))
+lease = table.stream("all", rows=40).next()
+assert same(lease.batch, Batch.of(table.schema, images(1)))
+came = region_of(lease.batch["image"].values)
+print(came is not None and not came.shared, queue._link._bulk, flush=True)
+lease.done()
+"""
+
+
+def test_large_batches_cross_beside_the_connection(near, keys):
+    server = near.python(SERVER, "0.0.0.0", keys)
+    url, _ = server.stdout.readline().split()
+    other = far(near, OWN)
+    url = f"tcp://{NEAR}:{url.rpartition(':')[2]}"
+    assert run(other, CELLS + LARGE, url, keys).split() == ["True", "True"]
 
 
 @pytest.mark.parametrize(
