@@ -101,8 +101,7 @@ class RemoteLink:
         return self._send(Heard(self.peer, hear, lasting=lasting), request, batch)
 
     def _send(self, pending: Pending, request: wire.Request, batch: Batch | None) -> Pending:
-        if os.getpid() != self._process:
-            raise StorageError(f"{self.peer} was opened by the process that this one was forked from: open it here")
+        self._connection.own()
         number, window, send = next(self._numbers), self._window, self._connection.send
         if window is not None and (counts := window.unpinned()):
             send(wire.encode_call(next(self._numbers), wire.Unpin(counts), None))
