@@ -411,7 +411,16 @@ class Stream:
         The end is told when the table is sealed and the task has no row left to be ready, nor any that is
         leased elsewhere and might come back.
         """
-        return self.lease(self.ask().result(timeout))
+        pending = self.ask()
+        try:
+            return self.lease(pending.result(timeout))
+        except StorageError:
+            raise
+        except BaseException:
+            # A signal's handler may raise: the batch that comes then is for the next call.
+            with self._lock:
+                self._asked.appendleft(pending)
+            raise
 
     def ask(self) -> Pending:
         """Ask for the next batch, or take what was asked for ahead; `lease` reads the answer."""

@@ -131,7 +131,7 @@ class ClusterLink:
         return self._control.send(request, batch)
 
     def _put(self, request: wire.Put, batch: Batch) -> Pending:
-        unit = self._unit(self._best)
+        unit = self._unit()
         pending = Steps(unit.peer)
 
         def hear(outcome: Outcome) -> None:
@@ -265,16 +265,29 @@ class ClusterLink:
             mine = np.flatnonzero(at == unit)
             packed = request.rows if len(units) == 1 else wire.pack(rows[mine])
             parts.append((unit, Stage(request.table, packed, write, len(units), request.lease), mine))
+        try:
+            links = {unit: self._unit(unit) for unit in units}
+        except UnitLost:
+            self._forget(request.lease)
+            raise
         # A batch of another length than the rows is left whole, for a unit to say so.
         whole = len(units) == 1 or len(batch) != len(rows)
         for unit, stage, mine in parts:
-            link = self._unit(unit)
-            hear = partial(self._staged, joint, link)
+            link = links[unit]
+            hear = partial(self._staged, joint, link, request.lease)
             pending.step(link.ask(stage, hear, batch if whole else batch.take(mine)))
         return pending
 
-    def _staged(self, joint: "_Joint", unit: RemoteLink, outcome: Outcome) -> None:
-        joint.hear(self._said(unit, outcome))
+    def _staged(self, joint: "_Joint", unit: RemoteLink, lease: int | None, outcome: Outcome) -> None:
+        said = self._said(unit, outcome)
+        if isinstance(said, UnitLost):
+            self._forget(lease)
+        joint.hear(said)
+
+    def _forget(self, lease: int | None) -> None:
+        """Ask the controller for the places of a lease the next time: its rows may have moved."""
+        with self._lock:
+            self._leases.pop(-1 if lease is None else lease, None)
 
     # Declaring
 
@@ -332,19 +345,20 @@ class ClusterLink:
         except WaitTimeout as error:  # it may have died so lately that the controller has not heard of it
             raise UnitLost(*error.args) from error
 
-    def _unit(self, number: int) -> RemoteLink:
-        """Return the link to a unit, connecting first if it is new."""
-        unit = self._units.get(number)
+    def _unit(self, number: int | None = None) -> RemoteLink:
+        """Return the link to a unit, or to that which the next put goes to, connecting first if it is new."""
+        unit = self._units.get(number or self._best)
         if unit is None or unit.ended is not None:
             self._refresh()
-            unit = self._units.get(number) or self._units.get(self._best)
+            unit = self._units.get(number or self._best)
         if unit is None:
-            raise UnitLost(f"{self.url}: none of its storage units can be reached")
+            which = f"storage unit {number} has gone" if number else "none of its storage units can be reached"
+            raise UnitLost(f"{self.url}: {which}")
         return unit
 
     def writer(self) -> Writer:
         """Return the writer of the unit that the next put goes to."""
-        return self._unit(self._best).writer()
+        return self._unit().writer()
 
     @property
     def open(self) -> bool:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeAlias
+from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -20,11 +20,9 @@ from zmq.utils.monitor import recv_monitor_message
 from asyncflow.errors import MissingDependency, QueueClosed, StorageError
 from asyncflow.storage.address import six
 from asyncflow.storage.frames import MAX_FRAME
-from asyncflow.storage.keys import OVERHEAD, Folder, lock, refusal
-from asyncflow.storage.server import HEARTBEAT_MS, SILENCE_MS
+from asyncflow.storage.keys import OVERHEAD, lock, refusal
+from asyncflow.storage.server import HEARTBEAT_MS, SILENCE_MS, readable
 from asyncflow.storage.wire import Buffer
-
-_Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
 class Connection:
@@ -34,7 +32,7 @@ class Connection:
         self,
         url: str,
         peer: str,
-        keys: Folder | None,
+        keys: Path | None,
         heard: "Callable[[list[zmq.Frame]], None]",
         over: Callable[[StorageError], None],
     ) -> None:
@@ -50,13 +48,12 @@ class Connection:
         self._followers = 0
         self._thread: threading.Thread | None = None
         self._freed = False
+        self._process = os.getpid()
         self._wake = os.eventfd(0)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = zmq.Context().socket(zmq.DEALER)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
-        # Of a connection that is forgotten the parts must go in this order, or they wait for each other for ever.
-        parts = self._socket, self._events, self._context, self._wake, os.getpid()
-        self._release = weakref.finalize(self, _release, *parts)
+        # The collector would end the context first, which waits for the sockets for ever.
+        self._release = weakref.finalize(self, _dispose, self._process, self._wake, self._socket, self._events)
         self._release.atexit = False
         try:
             self._connect(url)
@@ -64,10 +61,8 @@ class Connection:
             self._free()
             raise
         self._told = self._events.FD
-        self._events.get(zmq.EVENTS)  # a descriptor tells only of what comes after somebody has found nothing
-        self._poll = select.poll()
-        for descriptor in (self._socket.FD, self._told, self._wake):
-            self._poll.register(descriptor, select.POLLIN)
+        readable(self._events)  # a descriptor tells only of what comes after somebody has found nothing
+        self._poll = self._polling()
 
     def _connect(self, url: str) -> None:
         self._socket.setsockopt(zmq.IPV6, six(url))
@@ -80,6 +75,11 @@ class Connection:
         except zmq.ZMQError as error:
             raise StorageError(f"{url}: {error}") from error
 
+    def own(self) -> None:
+        """Refuse to be used by a process that was forked."""
+        if os.getpid() != self._process:
+            raise StorageError(f"{self._peer} was opened by the process that this one was forked from: open it here")
+
     def send(self, frames: list[Buffer]) -> None:
         """Send a message, from any thread; nothing is sent when the connection is over."""
         with self._io:
@@ -90,7 +90,7 @@ class Connection:
                 with suppress(zmq.Again):
                     self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
                 # The descriptor tells of a message once: whoever polls must be told of one that came meanwhile.
-                if self._leader and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                if self._leader and readable(self._socket):
                     os.eventfd_write(self._wake, 1)
             except BaseException:
                 # A signal's handler may raise anywhere: half a message must not be taken for the head of the next.
@@ -100,14 +100,18 @@ class Connection:
 
     def wait(self, arrived: Callable[[], bool], timeout: float) -> bool:
         """Read, or let another read, until something has arrived; return whether it has, at the end of the time."""
-        deadline = time.monotonic() + timeout
+        self.own()
+        deadline = time.monotonic() + min(timeout, _LONGEST)
+        if self._leader == threading.get_ident():
+            self._interject(arrived, deadline)
+            return arrived()
         try:
             while not arrived():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
                 if self._lead():
-                    self._read(arrived, deadline)
+                    self._read(arrived, deadline, self._poll)
                     self._leave()
                 else:
                     self._follow(lambda: arrived() or self._vacant, left)
@@ -115,8 +119,15 @@ class Connection:
         finally:
             self._leave()
 
+    def _interject(self, arrived: Callable[[], bool], deadline: float) -> None:
+        """Read for a signal's handler, which interrupts the thread that reads, and have that look around."""
+        while not arrived() and time.monotonic() < deadline:
+            self._read(arrived, deadline, self._polling())
+        self._rouse()
+
     def attend(self) -> None:
         """Have a thread read from now on."""
+        self.own()
         with self._turns:
             if self._thread is not None or self.ended is not None:
                 return
@@ -179,7 +190,7 @@ class Connection:
         try:
             while not self._lead():
                 self._follow(lambda: self._leader == 0, 1.0)
-            self._read(lambda: False, math.inf)
+            self._read(lambda: False, math.inf, self._poll)
         finally:
             self._leave()
 
@@ -191,7 +202,7 @@ class Connection:
 
     # Reading, by whoever leads
 
-    def _read(self, arrived: Callable[[], bool], deadline: float) -> None:
+    def _read(self, arrived: Callable[[], bool], deadline: float, poll: select.poll) -> None:
         """Read until something has arrived, the time is over, the connection is, or a thread is to take over."""
         thread, over = self._thread, False
         while self.ended is None:
@@ -199,12 +210,18 @@ class Connection:
             left = deadline - time.monotonic()
             if self.ended is not None or arrived() or self._thread is not thread or left <= 0:
                 break
-            ready = [fd for fd, _ in self._poll.poll(None if left == math.inf else math.ceil(left * 1000))]
+            ready = [fd for fd, _ in poll.poll(None if left == math.inf else math.ceil(left * 1000))]
             over = self._told in ready
-            if self._wake in ready:
+            if self._wake in ready and self.ended is None:
                 os.eventfd_read(self._wake)
         if self.ended is not None:
             self._finish()
+
+    def _polling(self) -> select.poll:
+        poll = select.poll()
+        for descriptor in () if self._freed else (self._socket.FD, self._told, self._wake):
+            poll.register(descriptor, select.POLLIN)
+        return poll
 
     def _take(self, arrived: Callable[[], bool], over: bool) -> None:
         """Pass on what has come, at least until something has arrived; answers before the end, if it is `over`."""
@@ -223,12 +240,12 @@ class Connection:
 
     def _next(self) -> "list[zmq.Frame] | None":
         with self._io:
-            if self.ended is not None or not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            if self.ended is not None or not readable(self._socket):
                 return None
             return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
 
     def _event(self) -> StorageError | None:
-        if not self._events.get(zmq.EVENTS) & zmq.POLLIN:
+        if not readable(self._events):
             return None
         event = int(recv_monitor_message(self._events)["event"])
         if event & _REFUSED:
@@ -251,15 +268,17 @@ class Connection:
             self._release()
 
 
-def _release(socket: _Socket, events: _Socket, context: "zmq.Context[_Socket]", wake: int, process: int) -> None:
-    if os.getpid() == process:
-        os.close(wake)
+def _dispose(process: int, wake: int, socket: "zmq.Socket[bytes]", events: "zmq.Socket[bytes]") -> None:
+    os.close(wake)
+    if os.getpid() == process:  # what a fork has inherited is the parent's
         socket.disable_monitor()
         events.close(0)
         socket.close(0)
-        context.term()
+        socket.context.term()
 
 
+_LONGEST = 2_000_000.0
+"""Seconds that a wait lasts at most: poll counts milliseconds in 31 bits."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OPTIONS = {
     zmq.LINGER: 0,

@@ -91,6 +91,8 @@ class PlacedStore(Store):
         self._units, self._leases = units, leases
         self._readings: deque[int] = deque()
         self._homeless = np.empty(0, np.int64)
+        self._before = units.marks
+        """How often each unit had been told to free rows: of tables that had this name before."""
         self._watch_identity()
         units.broadcast(self.shape)
 
@@ -257,6 +259,11 @@ class PlacedStore(Store):
             self._units.broadcast(Unhold([self._readings.popleft()]))
         return Placed(number, self.hold(number, rows, columns))
 
+    def freed(self, unit: int, size: int) -> None:
+        """Hear that a unit has freed memory, if it was of this table and not of one that had its name before."""
+        if self._units.beyond(unit, self._before):
+            self.placement.grew(unit, -size)
+
     def sweep(self) -> None:
         """Have the cells of rows freed that have gone since the last call."""
         rows = self.ledger.freed()
@@ -266,11 +273,13 @@ class PlacedStore(Store):
     def lose(self, unit: int) -> None:
         """Go on with the copies of what a unit held that has died; what has none is made anew, or dropped."""
         self.placement.sizes.pop(unit, None)
+        self._before.pop(unit, None)
         copies = self.placement.mirrored_on(unit)
         self.placement.mirror(copies, 0)
         rows = self.placement.on(unit)
         rows = rows[self.ledger.alive(rows)]
-        kept = self.placement.copied(rows)
+        kept, identity = self.placement.copied(rows), self.schema.mask(list(IDENTITY))
+        kept[kept & identity != identity] = 0  # half of a copy, of a put that nobody was told of
         saved, heirs = kept != 0, self.placement.mirrors(rows)
         for heir in np.unique(heirs[saved]).tolist():
             mine = rows[saved & (heirs == heir)]
@@ -285,8 +294,11 @@ class PlacedStore(Store):
     def _forsake(self, rows: Int64s, kept: npt.NDArray[np.uint64], columns: np.uint64) -> None:
         """Have the columns of rows made anew that are lost, or drop the rows if nobody can."""
         again = self._units.recompute(self.name, self.schema.names(columns))
-        if again:
-            self.ledger.lose(rows, kept, list(again))
+        # A copy lacks only what nobody was told of: its writer sends it again, and the row goes on without.
+        left = kept != 0 if not again else np.ones(len(rows), np.bool_)
+        self.ledger.lose(rows[left], kept[left], list(again))
+        rows = rows[~left]
+        if not len(rows):
             return
         self.ledger.drop(rows, LOST)
         # Whoever still waits for the answer to their put sends it again: it is to bring them then.

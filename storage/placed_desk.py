@@ -71,7 +71,7 @@ class PlacedDesk(Desk):
 
     def freed(self, request: Freed, session: int) -> Outcome:
         """Hear that a unit has freed memory, for which puts may wait."""
-        self.store.placement.grew(self._units.number(session), -request.size)
+        self.store.freed(self._units.number(session), request.size)
         self.advance()
         return OK
 

@@ -145,8 +145,7 @@ class RemoteLink:
         return self._send(Heard(self.peer, hear, lasting=lasting), request, batch)
 
     def _send(self, pending: Pending, request: wire.Request, batch: Batch | None) -> Pending:
-        if os.getpid() != self._process:
-            raise StorageError(f"{self.peer} was opened by the process that this one was forked from: open it here")
+        self._connection.own()
         number, window = next(self._numbers), self._window
         if window is not None and (counts := window.unpinned()):
             self._tell(wire.Unpin(counts))

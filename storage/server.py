@@ -155,14 +155,14 @@ class Server:
     def _work(self) -> None:
         """Read and answer until nothing is left to do: a descriptor tells of a message once, not of each."""
         while not self._stopping:
-            while self._gate is not None and self._gate.socket.get(zmq.EVENTS) & zmq.POLLIN:
+            while self._gate is not None and readable(self._gate.socket):
                 self._gate.answer()
             self._watch()
-            arrived = self._socket.get(zmq.EVENTS) & zmq.POLLIN
+            arrived = readable(self._socket)
             if arrived:
                 self._receive()
             self._flush()
-            if not arrived and not self._outbox and not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            if not arrived and not self._outbox and not readable(self._socket):
                 return
 
     def _free(self) -> None:
@@ -182,7 +182,7 @@ class Server:
         Events come before the messages that follow them: they are read up to now before each message, so
         that a descriptor which the kernel used again is never taken for the connection that had it before.
         """
-        while self._events.get(zmq.EVENTS) & zmq.POLLIN:
+        while readable(self._events):
             event = recv_monitor_message(self._events)
             descriptor = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
@@ -362,6 +362,11 @@ def _frames(number: int, outcome: Outcome, memory: Memory | None) -> list[wire.B
         # A border as in `_receive`: nobody else would learn of it.
         log.exception("a batch could not be gathered")
         return wire.encode_answer(number, wire.failure(_fault(error)), None)
+
+
+def readable(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether there is a message to read; after a no, and only then, the descriptor tells of the next one."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _fault(error: Exception) -> StorageError:

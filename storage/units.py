@@ -133,6 +133,10 @@ class Units:
         """Whether every unit that lives has freed what it had been told to by then."""
         return all(self._posts[number].freed >= mark for number, mark in marks.items() if number in self._posts)
 
+    def beyond(self, number: int, marks: dict[int, int]) -> bool:
+        """Whether what a unit has freed last was told to it after these marks."""
+        return self._posts[number].freed > marks.get(number, 0)
+
     def grew(self, number: int, size: int) -> None:
         """Hear that a unit holds more, or less."""
         if number in self._posts:

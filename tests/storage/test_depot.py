@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -366,3 +367,79 @@ def test_a_restored_table_gets_its_copies_again(tmp_path):
         while len(queue.status().units) > 1:
             time.sleep(0.01)
         assert table.read(rows, ["prompt"])["prompt"].lengths.tolist() == [500, 600] * 4
+
+
+# What comes in another order than one would like
+
+
+def holder(depots, controller, table, row):
+    """Return the unit that has a row."""
+    number = int(controller._desks[table.name].store.placement.at(np.array([row]))[0])
+    return next(depot for depot in depots if depot.url == controller.units.urls[number])
+
+
+def without(controller, depot):
+    """Let a unit end, and wait until its controller has heard of it."""
+    depot.close()
+    while depot.url in controller.units.urls.values():
+        time.sleep(0.005)
+
+
+def test_a_write_under_a_lease_finds_rows_that_have_moved(tmp_path):
+    with placed(tmp_path, 4) as (queue, depots, controller):
+        table = queue.create_table("t", Schema(COLUMNS), replicas=2)
+        table.task("use", ("prompt",))
+        for _ in range(3):
+            table.put(prompts(50))
+            lease = table.stream("use", rows=1).next()
+            copied(controller, table)
+            gone = holder(depots, controller, table, lease.rows[0])
+            without(controller, gone)
+            table.write(lease.rows, {"answer": ["a"]}, lease)
+            lease.done()
+            depots.remove(gone)
+            depots.append(Depot(queue.url, f"{gone.url}.again", 30))
+        assert table.ledger().done == 3
+        for depot in depots:
+            depot.close()
+
+
+def test_a_row_outlives_a_write_that_has_no_copy_yet(tmp_path):
+    with placed(tmp_path, 2) as (queue, depots, controller), ThreadPoolExecutor(1) as pool:
+        table = queue.create_table("t", Schema(COLUMNS), replicas=2)
+        rows, goes_on = table.put(prompts(50, 60)), threading.Event()
+        gone = holder(depots, controller, table, rows[0])
+        gone._copier.submit(goes_on.wait)
+        write = pool.submit(table.write, rows, {"answer": ["a", "b"]})
+        while not table.find().has(["answer"]).all():
+            time.sleep(0.005)
+        gone._upstream.close()
+        goes_on.set()
+        without(controller, gone)
+        write.result(30)
+        assert table.read(rows, ["answer"])["answer"].strings() == ["a", "b"]
+        assert table.ledger().dropped == {}
+
+
+def test_half_a_copy_is_none(tmp_path):
+    with placed(tmp_path, 2, lambda table, columns: ["use"]) as (queue, depots, controller):
+        table = queue.create_table("t", Schema(COLUMNS), replicas=2)
+        table.task("use", ("prompt",))
+        rows = table.put(prompts(50), repeat=2)
+        store = controller._desks["t"].store
+        store.placement._copied.put(rows, store.schema.mask(["prompt", "source", "prompt_id", "group_id"]))
+        without(controller, holder(depots, controller, table, rows[0]))
+        assert table.read(rows, ["rollout_id"])["rollout_id"].array.tolist() == [0, 1]
+        assert not table.find().has(["prompt"]).any()
+
+
+def test_what_a_table_frees_is_not_counted_for_the_next_of_its_name(tmp_path):
+    with placed(tmp_path, 2) as (queue, depots, _):
+        table = queue.create_table("t", Schema(COLUMNS))
+        rows = np.concatenate([table.put(prompts(500)) for _ in range(4)])
+        with depots[0]._lock, depots[1]._lock:
+            table.drop(rows, "over")
+            table.drop_table()
+            table = queue.create_table("t", Schema(COLUMNS))
+        assert table.status().bytes == 0
+        assert set(queue.status().units.values()) == {0}
