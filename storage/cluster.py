@@ -286,8 +286,8 @@ class ClusterLink:
 
     def _forget(self, lease: int | None) -> None:
         """Ask the controller for the places of a lease the next time: its rows may have moved."""
-        with self._lock:
-            self._leases.pop(-1 if lease is None else lease, None)
+        # Without the lock: who holds it may wait for the thread that is here, to close its connection.
+        self._leases.pop(-1 if lease is None else lease, None)
 
     # Declaring
 
