@@ -8,6 +8,7 @@ that over the second quarter and an allowance: the first quarter is the time to 
 """
 
 import argparse
+import re
 import statistics
 import sys
 import tempfile
@@ -39,12 +40,22 @@ Samples: TypeAlias = dict[str, list[float]]
 
 
 def observe(processes: Sequence[psutil.Process]) -> dict[str, float]:
-    """Read what the processes hold now."""
+    """Read what the processes hold now; of shared memory, the files of the queue that they have mapped."""
+    maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+    arenas = set(re.findall(rf"{SHARED}/(asyncflow-[0-9a-f]+)-", maps))
+    files = [file for file in SHARED.iterdir() if file.name.rpartition("-")[0] in arenas]
     return {
         "rss": sum(process.memory_info().rss for process in processes),
-        "shm": sum(file.stat().st_size for file in SHARED.iterdir() if file.is_file()),
+        "shm": sum(map(_size, files)),
         "descriptors": sum(process.num_fds() for process in processes),
     }
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # let go meanwhile
+        return 0
 
 
 def flat(name: str, values: Sequence[float]) -> bool:

@@ -68,6 +68,7 @@ class RemoteLink:
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._ended: StorageError | None = None
+        self._leaving: StorageError | None = None
         self._window: Window | None = None
         self._writer = Writer(self._grant)
         self._unused: deque[int] = deque()
@@ -293,9 +294,12 @@ class RemoteLink:
         """Say goodbye, which gives back all leases, and leave; idempotent."""
         if os.getpid() != self._process:
             return
+        closed = QueueClosed(f"the client of {self.url} is closed")
         if self._ended is None:
-            self.send(wire.Bye()).wait(LINGER_MS / 1000)
-        self._stop(QueueClosed(f"the client of {self.url} is closed"))
+            goodbye = self.send(wire.Bye())
+            self._leaving = closed
+            goodbye.wait(LINGER_MS / 1000)
+        self._stop(closed)
 
     def _stop(self, error: StorageError) -> None:
         self._connection.close(error)
@@ -319,7 +323,11 @@ class RemoteLink:
                 self._pending.pop(answer.call, None)
         if pending is not None:
             body = answer.body
-            pending.complete(wire.raised(body) if isinstance(body, wire.Failure) else (body, batch))
+            if isinstance(body, wire.Failure):
+                # To one who has said goodbye the queue says that it does not know him.
+                pending.complete(self._leaving or wire.raised(body))
+            else:
+                pending.complete((body, batch))
 
     def _over(self, error: StorageError) -> None:
         """End every wait."""

@@ -108,6 +108,22 @@ def test_a_close_ends_the_waits_of_other_threads(client: TransferQueue) -> None:
         assert all(isinstance(wait.exception(30), QueueClosed) for wait in waits)
 
 
+def test_who_calls_while_the_client_is_closed_is_told_so(host: TransferQueue, address: str) -> None:
+    def call(client: TransferQueue) -> BaseException:
+        try:
+            while True:
+                client.status()
+        except StorageError as error:
+            return error
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(10):
+            client = TransferQueue.open(address, 30)
+            calls = [threads.submit(call, client) for _ in range(4)]
+            client.close()
+            assert {type(each.result(30)) for each in calls} == {QueueClosed}
+
+
 def test_a_client_that_is_forgotten_leaves(host: TransferQueue, address: str) -> None:
     client = TransferQueue.open(address, 30)
     link = weakref.ref(client._link)
