@@ -1,7 +1,7 @@
 """The socket of a client. Whoever waits for an answer reads, for all who wait.
 
-A thread that reads for the others would cost two changes of thread a call, which is more than all the rest of one. It
-is started only where answers are heard by functions, and reads from then on.
+A thread that reads for the others would cost two changes of thread a call. It is started only where answers are heard
+by functions, and reads from then on.
 """
 
 import math

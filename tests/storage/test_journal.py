@@ -435,13 +435,13 @@ def test_what_happens_while_the_disk_is_full_is_recorded_later(folder: Path, tmp
     recorder, content = journal.Journal.open(folder, sync=False)
     with TransferQueue(EmbeddedLink(Controller(lambda: now[0], content, recorder))) as queue:
         table = queue.create_table("train", Schema(COLUMNS))
-        table.task("learn", ["x"], max_attempts=2, lease_seconds=10)
+        table.task("learn", ["x"], max_attempts=2, lease_seconds=10_000)
         table.put(PUT)
         stream = table.stream("learn", rows=2)
         for turn in (1, 2):
             assert stream.next() is not None
             with full(folder):
-                now[0] += 20
+                now[0] += 20_000
                 assert table.status().tasks["learn"].leased == 2
                 with pytest.raises(StorageError, match="log"):
                     stream.next(timeout=0)
