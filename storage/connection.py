@@ -19,9 +19,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncflow.errors import MissingDependency, QueueClosed, StorageError
 from asyncflow.storage.address import six
-from asyncflow.storage.frames import MAX_FRAME
-from asyncflow.storage.keys import OVERHEAD, lock, refusal
-from asyncflow.storage.server import HEARTBEAT_MS, SILENCE_MS, readable
+from asyncflow.storage.keys import lock, refusal
+from asyncflow.storage.server import OPTIONS, readable
 from asyncflow.storage.wire import Buffer
 
 
@@ -280,12 +279,4 @@ def _dispose(process: int, wake: int, socket: "zmq.Socket[bytes]", events: "zmq.
 _LONGEST = 2_000_000.0
 """Seconds that a wait lasts at most: poll counts milliseconds in 31 bits."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_OPTIONS = {
-    zmq.LINGER: 0,
-    zmq.SNDHWM: 0,
-    zmq.RCVHWM: 0,
-    zmq.MAXMSGSIZE: MAX_FRAME + OVERHEAD,
-    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-    zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
-    zmq.TCP_MAXRT: SILENCE_MS,
-}
+_OPTIONS = {**OPTIONS, zmq.LINGER: 0}

@@ -398,7 +398,7 @@ def _bind(router: "zmq.Socket[bytes]", url: str) -> str:
     if scheme == "ipc" and _taken(place):
         raise StorageError(f"{url}: another process serves there")
     router.setsockopt(zmq.IPV6, six(url))
-    for option, value in _OPTIONS.items():
+    for option, value in OPTIONS.items():
         router.setsockopt(option, value)
     try:
         router.bind(url)
@@ -421,7 +421,7 @@ def _dock(router: "zmq.Socket[bytes]", writer: Writer) -> Dock | None:
         raise StorageError(f"no port for bulk connections can be had at {host}: {error}") from error
 
 
-_OPTIONS = {
+OPTIONS = {
     zmq.LINGER: LINGER_MS,
     # Nothing is dropped at a high-water mark: what is under way is bounded by the calls that clients wait for.
     zmq.SNDHWM: 0,
