@@ -41,7 +41,9 @@ class Connection:
         """Why the connection is over, if it is and somebody has read so."""
         self._io = threading.Lock()
         """Held to use the socket."""
-        self._turns = threading.Condition(threading.Lock())
+        # Entered by itself: a handler that raises while a Condition is entered would leave it locked.
+        self._lock = threading.Lock()
+        self._turns = threading.Condition(self._lock)
         self._leader = 0
         """The thread that reads, and polls without holding `_io`."""
         self._followers = 0
@@ -127,7 +129,7 @@ class Connection:
     def attend(self) -> None:
         """Have a thread read from now on."""
         self.own()
-        with self._turns:
+        with self._lock:
             if self._thread is not None or self.ended is not None:
                 return
             thread = threading.Thread(target=self._attend, name="asyncflow-client", daemon=True)
@@ -165,7 +167,7 @@ class Connection:
 
     def _lead(self) -> bool:
         me = threading.get_ident()
-        with self._turns:
+        with self._lock:
             if self._vacant or (self._leader == 0 and self._thread is threading.current_thread()):
                 self._leader = me
             return self._leader == me
@@ -173,12 +175,12 @@ class Connection:
     def _leave(self) -> None:
         """Stop to lead, whoever does."""
         if self._leader == threading.get_ident():
-            with self._turns:
+            with self._lock:
                 self._leader = 0
                 self._turns.notify_all()
 
     def _follow(self, until: Callable[[], bool], timeout: float) -> None:
-        with self._turns:
+        with self._lock:
             self._followers += 1
             try:
                 self._turns.wait_for(until, timeout)
@@ -229,7 +231,7 @@ class Connection:
             while (end or not arrived()) and (parts := self._next()) is not None:
                 self._heard(parts)
                 if self._followers:
-                    with self._turns:
+                    with self._lock:
                         self._turns.notify_all()
             self.ended = self.ended or end
         except BaseException:
