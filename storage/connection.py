@@ -76,9 +76,14 @@ class Connection:
         except zmq.ZMQError as error:
             raise StorageError(f"{url}: {error}") from error
 
+    @property
+    def owned(self) -> bool:
+        """Whether this is the process that opened it, and none that was forked from that."""
+        return os.getpid() == self._process
+
     def own(self) -> None:
         """Refuse to be used by a process that was forked."""
-        if os.getpid() != self._process:
+        if not self.owned:
             raise StorageError(f"{self._peer} was opened by the process that this one was forked from: open it here")
 
     def send(self, frames: list[Buffer]) -> None:

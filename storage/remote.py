@@ -6,7 +6,6 @@ A connection is a session: when it breaks, every pending and later call says whi
 
 import itertools
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -77,7 +76,6 @@ class RemoteLink:
         self._bulk = False
         self.units = False
         """Whether the cells are held by units."""
-        self._process = os.getpid()
         self._lock = threading.Lock()
         self._connection = Connection(url, self.peer, self._keys, self._receive, self._over)
         self._greet(timeout)
@@ -292,7 +290,7 @@ class RemoteLink:
 
     def close(self) -> None:
         """Say goodbye, which gives back all leases, and leave; idempotent."""
-        if os.getpid() != self._process:
+        if not self._connection.owned:
             return
         closed = QueueClosed(f"the client of {self.url} is closed")
         if self._ended is None:

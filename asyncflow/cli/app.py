@@ -21,9 +21,7 @@ Files = Annotated[list[str], typer.Argument(help="Pipeline files (*.yaml), later
 Keys = Annotated[Path | None, typer.Option(help="Folder that `asyncflow storage keys` has written.")]
 Memory = Annotated[str | None, typer.Option(help="Most that cells may use in each process, such as 8GiB.")]
 Spill = Annotated[Path | None, typer.Option(help="Folder on a local disk for cells above that.")]
-Encrypt = Annotated[
-    bool, typer.Option("--encrypt-bulk", help="With keys: encrypt large batches too, which is several times slower.")
-]
+Encrypt = Annotated[bool, typer.Option("--encrypt-bulk", help="With keys: encrypt large batches too, which is slower.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
 
 
