@@ -71,6 +71,12 @@ def until(true, what="the disk"):
         time.sleep(0.002)
 
 
+def fill(table, batch):
+    """Put until a put waits in vain."""
+    while True:
+        table.put(batch, timeout=1)
+
+
 def memory(queue):
     return list(queue.status().memory.values())
 
@@ -249,8 +255,7 @@ def test_a_put_that_waits_for_memory_ends_with_its_table(queue, folder, pool):
     folder.rmdir()
     full = {"x": [np.zeros(50_000, np.int64)]}
     with pytest.raises(WaitTimeout, match="cannot be written"):
-        while True:
-            table.put(full, timeout=1)
+        fill(table, full)
     waiting = [pool.submit(table.put, full, timeout=PATIENCE) for _ in range(4)]
     queue.drop_table("t")
     # One that came after the end of the table finds none.
