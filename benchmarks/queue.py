@@ -38,6 +38,7 @@ class Size:
     """Batches, and how often each is put and got in a round."""
     streamed: int
     delivered: int
+    placed: tuple[int, ...]
     held: tuple[int, ...]
     held_by_peer: tuple[int, ...]
     batch: int = 256
@@ -51,6 +52,7 @@ FULL = Size(
     ),
     streamed=400,
     delivered=100,
+    placed=(1, 64),
     held=(1_000, 1_000_000),
     held_by_peer=(1_000, 8_000),
 )
@@ -58,6 +60,7 @@ QUICK = Size(
     ((Case("a: 16 rows of tokens", "tokens", 16), 2), (Case("c: 2 rows of 1 MiB", "blobs", 2), 2)),
     streamed=4,
     delivered=3,
+    placed=(1, 2),
     held=(300, 3_000),
     held_by_peer=(300,),
     batch=32,
@@ -85,6 +88,10 @@ def _once(subject: Subject, size: Size, first: bool) -> list[tuple[str, str, flo
         found.append(("b: batches of 8 from process to process, rows/s", "stream", rate))
     if seconds := subject.latency(size.delivered):
         found.append(("e: one row through an idle queue, µs", "delivered", 1e6 * statistics.median(seconds)))
+    for rows in size.placed:
+        if seconds := subject.placed(rows, 8):
+            cost = 1e3 * statistics.median(seconds)
+            found.append(("f: rows of 1 MiB put where they were written, ms", f"put of {rows}", cost))
     if first:
         for rows in size.held_by_peer if isinstance(subject, Peer) else size.held:
             if seconds := subject.held(rows, size.batch, 10):

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -47,6 +48,9 @@ class Subject(Protocol):
     def latency(self, number: int) -> list[float]:
         """Seconds from the put of one row to its delivery, through an idle queue."""
 
+    def placed(self, rows: int, repeat: int) -> list[float]:
+        """Seconds to make room for rows of 1 MiB and to put them once they are written there."""
+
     def held(self, rows: int, batch: int, repeat: int) -> list[float]:
         """Seconds for a batch of small rows to go through eight tasks while so many rows are held."""
 
@@ -80,6 +84,10 @@ class Copy:
         return 0.0
 
     def latency(self, number: int) -> list[float]:
+        """Nothing."""
+        return []
+
+    def placed(self, rows: int, repeat: int) -> list[float]:
         """Nothing."""
         return []
 
@@ -168,6 +176,26 @@ class Embedded:
             began = trickle(table, number)
             thread.join()
         return [after - before for before, after in zip(began, arrived, strict=True)]
+
+    def placed(self, rows: int, repeat: int) -> list[float]:
+        """Put what was written into the queue's own memory; what it takes to write it is not counted."""
+        batch = arrow(Case("", "blobs", rows).rows())
+        lengths, times = batch["blob"].lengths, []
+        with self._queue() as queue:
+            table = _table(queue, batch)
+            with table.stream("get", rows=rows) as stream:
+                for number in range(repeat + 1):
+                    started = time.perf_counter()
+                    room = table.room({"blob": lengths})
+                    made = time.perf_counter() - started
+                    np.copyto(room["blob"], batch["blob"].values)
+                    times.append(made + timed(partial(table.put, room.batch())))
+                    lease = _some(stream.next())
+                    if number == 0:
+                        assert lease.batch.select(batch.names).equals(batch)
+                    lease.done()
+                    del room, lease
+        return times[1:]
 
     def held(self, rows: int, batch: int, repeat: int) -> list[float]:
         """Put a batch, and let each task have the oldest one."""
@@ -269,6 +297,10 @@ class Peer:
     def latency(self, number: int) -> list[float]:
         """One row to a client that polls every millisecond."""
         return self.ask("latency", number=max(1, number // 8))
+
+    def placed(self, rows: int, repeat: int) -> list[float]:
+        """Nothing: it has no such thing."""
+        return []
 
     def held(self, rows: int, batch: int, repeat: int) -> list[float]:
         """A batch through eight tasks."""

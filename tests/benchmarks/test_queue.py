@@ -19,8 +19,8 @@ def test_the_benchmark_runs_and_writes_what_it_found(tmp_path, capsys):
     path = queue.main(["--quick", "--rounds", "1", "--output", str(tmp_path)])
     found = json.loads(path.read_text())
     who = {name for rows in found["figures"].values() for name in rows}
-    assert {"memcpy copy", "pyzmq transfer", "embedded put", "ipc get", "ipc stream", "ipc delivered"} <= who
+    assert {"memcpy copy", "pyzmq transfer", "embedded put", "ipc stream", "ipc delivered", "ipc put of 2"} <= who
     assert all(figure["min"] > 0 for rows in found["figures"].values() for figure in rows.values())
-    assert len(found["figures"]) == 5
+    assert len(found["figures"]) == 6
     assert path.with_suffix(".png").stat().st_size > 1000
     assert "embedded put" in capsys.readouterr().out
