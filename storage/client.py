@@ -289,6 +289,7 @@ class Table:
         `max_attempts:<task>`. The rows of a `durable` task retire only after `commit`. `sampler` is
 
         - `fifo`: in row order, `group`: whole groups;
+        - `ordered`: whole groups, none before one that was admitted earlier and is not done or leased;
         - `token_balanced`: micro-batches of at most `budget` tokens for each of several ranks; `tokens` names
           ragged columns, whose lengths add up, or an integer column;
         - `freshest`: by the oldest version of a row, from the column `version`, the newest first;

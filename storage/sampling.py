@@ -2,6 +2,7 @@
 
 from asyncflow.storage.balanced import Balanced
 from asyncflow.storage.groups import Groups
+from asyncflow.storage.ordered import Ordered
 from asyncflow.storage.ranked import Ranked
 from asyncflow.storage.replay import Replay
 from asyncflow.storage.sampler import Fifo, Grouped, Sampler
@@ -15,6 +16,8 @@ def sampler(spec: TaskSpec, base: int, groups: Groups, traits: Traits) -> Sample
     match spec.sampler:
         case "group":
             return Grouped(base, groups)
+        case "ordered":
+            return Ordered(base, groups)
         case "token_balanced":
             return Balanced(base, groups, lambda rows: traits.tokens(choice, rows), choice.budget)
         case "freshest":

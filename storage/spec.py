@@ -48,6 +48,7 @@ PLAIN = Choice()
 _TAKES: dict[str, tuple[set[str], set[str]]] = {
     "fifo": (set(), set()),
     "group": (set(), set()),
+    "ordered": (set(), set()),
     "token_balanced": ({"tokens", "budget"}, {"tokens", "budget"}),
     "freshest": ({"version"}, {"version"}),
     "priority": ({"priority"}, {"priority"}),
