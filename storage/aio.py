@@ -33,14 +33,25 @@ R = TypeVar("R")
 
 
 async def connect(
-    url: str, timeout: float = TIMEOUT, keys: str | os.PathLike[str] | None = None, encrypt_bulk: bool = False
+    url: str,
+    timeout: float = TIMEOUT,
+    keys: str | os.PathLike[str] | None = None,
+    encrypt_bulk: bool = False,
+    memory_limit: int | None = None,
+    spill: str | os.PathLike[str] | None = None,
 ) -> "AsyncQueue":
-    """Reach a queue that is served, or make one in this process (`embedded://`), without holding up the loop."""
+    """Reach a queue that is served, or make one in this process (`embedded://`), without holding up the loop.
+
+    The arguments are those of `TransferQueue.open`.
+    """
     opened: deque[client.TransferQueue] = deque()
     given_up = threading.Event()
 
     def opening() -> None:
-        opened.append(client.TransferQueue.open(url, timeout, keys, encrypt_bulk=encrypt_bulk))
+        queue = client.TransferQueue.open(
+            url, timeout, keys, memory_limit=memory_limit, spill=spill, encrypt_bulk=encrypt_bulk
+        )
+        opened.append(queue)
         if given_up.is_set():
             _close(opened)
 

@@ -408,11 +408,19 @@ _client: Client | None = None
 _opening = threading.Lock()
 
 
-def init(conf: Any = None, url: str = "embedded://", keys: str | os.PathLike[str] | None = None) -> Any:
+def init(
+    conf: Any = None,
+    url: str = "embedded://",
+    keys: str | os.PathLike[str] | None = None,
+    encrypt_bulk: bool = False,
+    memory_limit: int | None = None,
+    spill: str | os.PathLike[str] | None = None,
+) -> Any:
     """Reach the queue at `url`, or make it and serve it there; return `conf`. Again, it changes nothing.
 
     Of `conf` only `controller.polling_mode` counts: `get_meta` then returns an empty batch instead of waiting.
-    The queue lives as long as the process that was first. `keys` are those of `TransferQueue.open` and `serve`.
+    The queue lives as long as the process that was first. `keys` and `encrypt_bulk` are those of `TransferQueue.open`
+    and `serve`, `memory_limit` and `spill` those of `open`: they count in the process that was first.
     """
     global _client
     controller = conf.get("controller", {}) if conf else {}
@@ -422,20 +430,20 @@ def init(conf: Any = None, url: str = "embedded://", keys: str | os.PathLike[str
         raise StorageError(f"sampler {name}: rows come in order here; Table.task(sampler='group') hands out groups")
     with _opening:
         if _client is None:
-            _client = Client(_reach(url, keys), bool(controller.get("polling_mode", False)))
+            queue = TransferQueue.open(memory_limit=memory_limit, spill=spill)
+            _client = Client(_reach(queue, url, keys, encrypt_bulk), bool(controller.get("polling_mode", False)))
     return conf
 
 
-def _reach(url: str, keys: str | os.PathLike[str] | None) -> TransferQueue:
-    queue = TransferQueue.open()
+def _reach(queue: TransferQueue, url: str, keys: str | os.PathLike[str] | None, encrypt_bulk: bool) -> TransferQueue:
     if url == "embedded://":
         return queue
     try:
-        queue.serve(url, keys)
+        queue.serve(url, keys, encrypt_bulk)
     except StorageError:
         # Another process was first, or it is an address of another host.
         queue.close()
-        return TransferQueue.open(url, keys=keys)
+        return TransferQueue.open(url, keys=keys, encrypt_bulk=encrypt_bulk)
     return queue
 
 

@@ -50,7 +50,7 @@ class Loader:
 
     `rows`, `groups`, `partial` and `whole` are those of `Table.stream`. `make` turns a batch into what the loop
     gets; it runs in the workers, so that it must be a function of a module where they are not forked.
-    `timeout` is how long a batch may be waited for, in seconds (WaitTimeout). `keys` are those of
+    `timeout` is how long a batch may be waited for, in seconds (WaitTimeout). `keys` and `encrypt_bulk` are those of
     `TransferQueue.open`; a relative folder is looked for where each process runs.
     """
 
@@ -64,6 +64,7 @@ class Loader:
     make: Callable[[Batch], Any] | None = None
     timeout: float = TIMEOUT
     keys: str | os.PathLike[str] | None = None
+    encrypt_bulk: bool = False
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("ipc://", "tcp://")):
@@ -99,7 +100,7 @@ class Loader:
 
     def open(self) -> TransferQueue:
         """Reach the queue."""
-        return TransferQueue.open(self.url, keys=self.keys)
+        return TransferQueue.open(self.url, keys=self.keys, encrypt_bulk=self.encrypt_bulk)
 
     def dataset(self) -> "IterableDataset[Handed]":
         """Return the data set of a DataLoader with `batch_size=None`, whose batches go through `batches`."""

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import msgpack
 import numpy as np
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import StorageError, WaitTimeout, WireError
-from asyncflow.storage import Batch, Schema, TransferQueue, aio, bulk, dock, wire
+from asyncflow.storage import Batch, Schema, TransferQueue, aio, bulk, dock, kv, wire
 from asyncflow.storage.arena import Window, region_of
 from asyncflow.storage.bulk import HEADER, MAGIC, NO, YES
 from asyncflow.storage.controller import Controller
@@ -26,6 +26,7 @@ from asyncflow.storage.ferry import Shipped, fetchable
 from asyncflow.storage.frames import ColumnLayout, Layout, Stream
 from asyncflow.storage.keys import create
 from asyncflow.storage.link import EmbeddedLink
+from asyncflow.storage.loader import Loader
 from asyncflow.storage.units import Units
 
 KIB = 1 << 10
@@ -366,6 +367,18 @@ def test_what_is_encrypted_takes_no_other_port(host, tmp_path):
         with TransferQueue.open(where, keys=keys, encrypt_bulk=wish) as client:
             assert client._link._bulk == moves
             assert client.table("t").read(client.table("t").put(cells(1)), NAMES).equals(cells(1))
+
+
+def test_every_face_of_a_queue_can_wish_for_encryption(host, tmp_path):
+    keys = tmp_path / "keys"
+    create(keys)
+    url = host.serve("tcp://127.0.0.1:*", keys)
+    kv.init(url=url, keys=keys, encrypt_bulk=True)
+    with closing(kv), Loader(url, "t", "use", keys=keys, encrypt_bulk=True).open() as loading:
+        awaited = asyncio.run(aio.connect(url, keys=keys, encrypt_bulk=True))
+        queues = [kv.get_client().queue, loading, awaited.blocking]
+        assert not any(each._link._bulk for each in queues)
+        awaited.blocking.close()
 
 
 # The parts themselves

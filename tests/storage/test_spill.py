@@ -1,5 +1,6 @@
 """Cells above a limit of memory: what moves to the disk, in which order, what comes back, and what a full disk does."""
 
+import asyncio
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import QueueClosed, SchemaError, StorageError, WaitTimeout
-from asyncflow.storage import Batch, Schema, TransferQueue, sheet
+from asyncflow.storage import Batch, Schema, TransferQueue, aio, kv, sheet
 from asyncflow.storage import spill as spilling
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
@@ -260,6 +261,13 @@ def test_a_put_that_waits_for_memory_ends_with_its_table(queue, folder, pool):
     queue.drop_table("t")
     # One that came after the end of the table finds none.
     assert {type(each.exception(PATIENCE)) for each in waiting} <= {QueueClosed, SchemaError}
+
+
+def test_every_face_of_a_queue_can_have_a_limit(folder):
+    limits = {"memory_limit": LIMIT, "spill": folder}
+    kv.init(**limits)
+    with closing(kv), asyncio.run(aio.connect("embedded://", **limits)).blocking as awaited:
+        assert [memory(queue)[0].limit for queue in (kv.get_client().queue, awaited)] == [LIMIT, LIMIT]
 
 
 @pytest.mark.parametrize("nameless", [True, False])
