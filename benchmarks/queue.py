@@ -118,7 +118,10 @@ def draw(figures: Figures, path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(figures), 1, figsize=(9, 1 + 2 * len(figures)), squeeze=False)
+    heights = [1 + 0.3 * len(rows) for rows in figures.values()]
+    figure, axes = pyplot.subplots(
+        len(figures), 1, figsize=(9, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
+    )
     for axis, (case, rows) in zip(axes[:, 0], figures.items(), strict=True):
         medians = [statistics.median(values) for values in rows.values()]
         spans = [[m - min(v) for m, v in zip(medians, rows.values(), strict=True)],
@@ -127,7 +130,6 @@ def draw(figures: Figures, path: Path) -> None:
         axis.barh(list(rows), medians, xerr=spans, color=colours)
         axis.set(title=case, xscale="log")
         axis.invert_yaxis()
-    figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
