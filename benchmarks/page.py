@@ -28,7 +28,7 @@ the median of the rounds' medians, with the least and the greatest. The machine 
 within a case say more than the figures.
 """
 
-WHY = """What misses its aim misses it by the fixed cost of an operation, which hardly depends on its size (compare a get
+WHY = """What misses its aim does so by the fixed cost of an operation, which hardly depends on its size (compare a get
 of 8 rows with one of 64 MiB, and what was written in place): some hundred steps of Python in the server and in the
 client, and for a get two round trips, the lease and its end; the public package has no such end. So the price is small
 where batches are large, and several batches in flight (`credit`, `send_put`) hide a part of it where they are not.
