@@ -1,19 +1,34 @@
 """Who may start and what may be trained: one definition of staleness, two gates. Pure: no clock, no socket.
 
-Staleness of a row is the version being trained minus the oldest version among its trained tokens, measured when
-the row is consumed. Admission counts groups, since a step is made of whole groups: at trained version v at most
-`(v - first + bound + 1) * groups_per_step` groups may have been admitted, not counting those that were lost on
-the way (all rows dropped), which are given back and replaced; and never more than the steps of the run need.
-Admission only paces; `check` is the guarantee.
+Staleness of a token is the version being trained minus the version that produced it, that of a row the largest
+among its trained tokens, measured when the row is consumed.
+
+*Admission* counts groups, since a step is made of whole groups: at version v at most
+`(v - first + bound + 1) * groups_per_step` groups may have been admitted, not counting those that were lost on the
+way (all rows dropped, or sent back), which are replaced; and never more than the steps of the run need. This bounds
+the average only: a response that takes long is overtaken by others.
+
+*Consumption* is the guarantee (`gate`): what is older than the bound meets the policy.
+
+- `mask`: its stale tokens leave the loss; the row stays in its group's baseline.
+- `drop`: the row leaves, with a reason.
+- `requeue`: its group is generated anew, a few times at most.
+- `wait`: there is none, since groups are trained in the order of their admission, and admitted by the version that
+  every engine uses: a group that n others were admitted before is trained by step n // groups_per_step, and no
+  sooner than `bound` versions before that was it begun.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
 from asyncflow.errors import StalenessExceeded
 from asyncflow.storage.batch import Column
 from asyncflow.types import Int64s, RowIds, Version
+
+Policy = Literal["mask", "drop", "requeue", "wait"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @dataclass(slots=True)
@@ -24,15 +39,20 @@ class StalenessController:
     steps: int
     bound: int = 0
     first: Version = 0
+    run_ahead: int | None = None
+    """Nothing is admitted while so many steps' worth of groups are finished and not trained; None: no such limit."""
     version: Version = field(init=False)
+    """The version that admission counts by."""
     admitted: int = field(default=0, init=False)
     given_back: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.version = self.first
 
-    def room(self) -> int:
-        """Groups that may be admitted now."""
+    def room(self, finished: int = 0) -> int:
+        """Groups that may be admitted now, while so many are finished and not trained."""
+        if self.run_ahead is not None and finished >= self.run_ahead * self.groups_per_step:
+            return 0
         started = min(self.version - self.first + self.bound + 1, self.steps)
         allowed = started * self.groups_per_step
         return max(0, allowed - self.admitted + self.given_back)
@@ -50,6 +70,40 @@ class StalenessController:
     def trained(self, version: Version) -> None:
         """Advance to the version after an optimizer step; versions only grow."""
         self.version = max(self.version, version)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of rows that are to be trained."""
+
+    mask: Column
+    """The response mask, without the tokens that leave the loss."""
+    ages: Int64s
+    """Staleness of each row (N,) of what is left in the mask."""
+    stale: Int64s
+    """Positions of the rows that may not be trained, or that lost tokens."""
+    tokens: int
+    """How many tokens left the loss."""
+
+
+def gate(versions: Column, mask: Column, training: Version, bound: int, policy: Policy) -> Verdict:
+    """Judge rows by the version being trained; exactly `bound` is allowed.
+
+    `versions` (integers) and `mask` (0 or 1) have one value for each response token. Where the policy is `wait`, a
+    row beyond the bound is a fault of the engine, which `check` reports; with all others the mask of the verdict has
+    no token that is too old.
+    """
+    trained = mask.values.astype(bool)
+    late = trained & (training - versions.values.astype(np.int64) > bound)
+    owner = np.repeat(np.arange(len(versions)), versions.lengths)
+    stale = np.unique(owner[late])
+    if policy == "wait" or not stale.size:
+        return Verdict(mask, staleness(versions, mask, training), stale, 0)
+    # A row that is dropped or begun anew is trained with none of its tokens, also those that are young enough.
+    gone = late if policy == "mask" else trained & np.isin(owner, stale)
+    assert mask.offsets is not None
+    left = Column.ragged(np.where(gone, 0, mask.values).astype(mask.values.dtype), mask.offsets, mask.dtype)
+    return Verdict(left, staleness(versions, left, training), stale, int(np.count_nonzero(gone)))
 
 
 def staleness(versions: Column, mask: Column, training: Version) -> Int64s:
