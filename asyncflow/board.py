@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from asyncflow.errors import AsyncflowError, ReplicaFailed, WaitTimeout
 from asyncflow.execute.messages import (
+    REQUEUED,
     Applied,
     Dropped,
     Evaluated,
@@ -47,15 +48,21 @@ class Board:
     """Optimizer steps by table."""
     served: Counter[str] = field(default_factory=Counter)
     """Rows of the train table that each stage has finished."""
-    batches: Counter[str] = field(default_factory=Counter)
-    """Batches of the train table that each stage has finished."""
+    logged: int = 0
+    """Steps on the train table that are through: the trainer's time on them is known, too."""
+    trained: int = 0
+    """Rows of the train table that were trained."""
+    discarded: int = 0
+    """Rows of the train table that the trainer let go."""
+    ended: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
+    """Groups of the train table that were lost, are to be generated anew, and were trained, since they were cleared."""
     rewards: list[Float64s] = field(default_factory=list)
     """Held-out rewards since `rewards` was last cleared."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Rows dropped by table."""
-    lost_groups: int = 0
-    """Groups of the train table all of whose rows were dropped."""
-    saved: set[str] = field(default_factory=set)
+    lost: int = 0
+    """Groups of the train table all of whose rows were dropped, but for those that are generated anew."""
+    saved: dict[str, Version] = field(default_factory=dict)
     failure: ReplicaFailed | None = None
     stopping: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -114,15 +121,19 @@ class Board:
                 self.published = max(self.published, version)
             case Applied(version):
                 self.applied[replica] = version
-            case Stepped(table, _, _):
+            case Stepped(table, _, metrics, groups):
                 self.steps[table] += 1
+                if table == "train":
+                    self.trained += int(metrics.get("rows", 0))
+                    self.ended[2].extend(groups)
             case Worked("train", stage, _, rows):
                 self.served[stage] += rows
-                self.batches[stage] += 1
+                if stage == "train":
+                    self.logged = self.steps["train"]
             case Evaluated(rewards):
                 self.rewards.append(rewards)
-            case Saved(folder, _):
-                self.saved.add(folder)
+            case Saved(folder, version):
+                self.saved[folder] = version
             case Dropped():
                 self._drop(event)
 
@@ -130,8 +141,11 @@ class Board:
         self.dropped[event.table] += len(event.groups)
         if event.table != "train":
             return
+        self.discarded += len(event.groups) if event.stage == "train" else 0
         for group in event.groups:
             self._losses[group] += 1
             if self._losses[group] == self.group_size:
-                self.lost_groups += 1
+                again = event.reason == REQUEUED
+                self.lost += not again
+                self.ended[again].append(group)
                 del self._losses[group]

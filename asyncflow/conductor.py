@@ -7,10 +7,11 @@ It never touches a response: everything else follows from what the stages read a
 import shutil
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from asyncflow import checkpoint
 from asyncflow.board import Board, Stopped
 from asyncflow.config.model import Pipeline
 from asyncflow.data.demonstrations import Demonstrations
+from asyncflow.data.draws import Draws
 from asyncflow.data.order import Order
 from asyncflow.data.prompts import Prompts
 from asyncflow.errors import CheckpointError, DataError, StorageError
@@ -72,13 +74,15 @@ class Conductor:
     """Time that training took, without the evaluations and checkpoints between its steps."""
     ledger: Counts | None = field(default=None, init=False)
     _tables: dict[str, Table] = field(default_factory=dict, init=False)
-    _order: Order = field(init=False)
-    _orders: dict[Version, dict[str, Any]] = field(default_factory=dict, init=False)
-    _admitted: int = field(default=0, init=False)
+    _draws: Draws = field(init=False)
     steps_before: int = field(default=0, init=False)
     """Steps of reinforcement learning that the checkpoint has, of which this run goes on."""
     _warmups_before: int = field(default=0, init=False)
     _retired: Version = field(default=0, init=False)
+    _held_back: bool = field(default=False, init=False)
+    """Whether engines are to keep the weights that they have."""
+    _told: Version = field(default=-1, init=False)
+    _telling: Lock = field(default_factory=Lock, init=False)
     _training_since: float = field(default=0.0, init=False)
     _steps: StepLog = field(init=False)
 
@@ -134,14 +138,21 @@ class Conductor:
         elif isinstance(event, Worked):
             self._steps.worked(event, self.board)
         self.board.take(replica, event)
-        if isinstance(event, Published) and not self.board.stopping:
-            for engine in self.board.engines:
-                self.executor.send(engine, Apply(event.version))
+        if isinstance(event, Published) and not self.board.stopping and not self._held_back:
+            self._apply(event.version)
         elif isinstance(event, Applied):
             self._retire(event.version)
         elif isinstance(event, Failed):
             with suppress(StorageError):
                 self.queue.fail(f"replica {replica}: {event.report}")
+
+    def _apply(self, version: Version) -> None:
+        """Have every engine use a version, or do nothing if they were told so, or of a newer one."""
+        with self._telling:
+            if version > self._told:
+                self._told = version
+                for engine in self.board.engines:
+                    self.executor.send(engine, Apply(version))
 
     # What happens, in order.
 
@@ -151,7 +162,7 @@ class Conductor:
             table = self.queue.create_table(name, Schema(dict(found.columns)), max_rows=rows)
             for stage in found.stages:
                 if stage.build:
-                    sampler = "group" if stage.take.groups else "fifo"
+                    sampler = stage.take.sampler
                     lease = self.config.executor.wait_timeout
                     reads = [column for column in stage.reads if column != "row"]  # the stage loop adds it
                     table.task(stage.name, reads, sampler=sampler, lease_seconds=lease, durable=stage.durable)
@@ -160,7 +171,7 @@ class Conductor:
 
     def _await_replicas(self) -> None:
         config, board = self.config, self.board
-        self._order = Order(len(self.materials.prompts), config.seed, config.data.shuffle)
+        self._draws = Draws(Order(len(self.materials.prompts), config.seed, config.data.shuffle))
         board.wait(
             lambda: board.ready >= set(board.replicas),
             config.executor.start_timeout,
@@ -170,26 +181,38 @@ class Conductor:
             record = checkpoint.progress(self.resume)
             self.steps_before, self._warmups_before = int(record["step"]), int(record["warmups"])
             self._steps.before = {"train": self.steps_before, "warmup": self._warmups_before}
-            if str(record["version"]) in record["orders"]:
-                position = record["orders"][str(record["version"])]
-                self._admitted = int(position["admitted"])
-                self._order.restore(position["order"])
+            self._draws.restore(record)
 
     def _publish(self) -> None:
         before = self.board.published
         self.executor.send(TRAINER, Publish())
         self._wait(lambda: self.board.published > before, self.config.weights.timeout, "the trainer to publish weights")
-        self._wait_applied()
+        self._wait_applied(self.board.published)
 
     def _evaluate(self, moment: str, step: int | None = None) -> None:
         held_out = self.materials.held_out
         if held_out is None or any(record["moment"] == moment for record in self.metrics.of("eval")):
             return
         self.phase = f"evaluating {moment}"
-        prompts = self._prompt_batch(held_out.batch, self.config.eval.temperature, 0)
-        values, clock = evaluate(self.board, self._tables["eval"], prompts, self.config)
+        prompts = self._prompt_batch(held_out.batch, self.config.eval.temperature, np.arange(len(held_out)))
         extra = {} if step is None else {"step": step}
-        self.metrics.log("eval", {"moment": moment, **values, **extra}, clock)
+        with self._one_version() as version:
+            values, clock = evaluate(self.board, self._tables["eval"], prompts, self.config)
+        self.metrics.log("eval", {"moment": moment, "version": version, **values, **extra}, clock)
+
+    @contextmanager
+    def _one_version(self) -> Iterator[Version]:
+        """Have every engine use the newest weights, and keep to them meanwhile, whatever the trainer publishes."""
+        with self.board.changed:
+            self._held_back, version = True, self.board.published
+        try:
+            self._apply(version)
+            self._wait_applied(version)
+            yield version
+        finally:
+            with self.board.changed:
+                self._held_back, newest = False, self.board.published
+            self._apply(newest)
 
     def _warm_up(self) -> None:
         warmup = self.config.warmup
@@ -221,34 +244,68 @@ class Conductor:
             self._save(self.folder / reference.FOLDER)
         self._training_since = time.monotonic()
         steps = config.train.steps - self.steps_before
-        control = StalenessController(config.prompts_per_step, steps, first=first)
-        self._between_steps(control)
-        while control.version < first + steps:
+        control = StalenessController(config.prompts_per_step, steps, config.staleness, first, config.run_ahead)
+        self._between_steps(first, first)
+        done = 0
+        while done < steps:
             self._fill(control)
-            self._wait_for_step(control)
-            control.give_back(board.lost_groups - control.given_back)
-            self._guard(control)
-            if board.published > control.version:
-                self._wait_applied()
-                control.trained(board.published)
-                self._between_steps(control)
+            self._wait_for_news(control, done)
+            self._hear(control)
+            self._guard(control, done)
+            while done < board.logged:
+                done += 1
+                if config.staleness == 0:
+                    self._wait_applied(first + done)
+                self._between_steps(first + done, first)
+            control.trained(self._served(first + done))
         self._drain()
 
-    def _wait_for_step(self, control: StalenessController) -> None:
-        """Wait until the step is trained, published and logged, or has lost a group that is to be replaced."""
-        board, version, lost = self.board, control.version, control.given_back
-        done = version - control.first
+    def _hear(self, control: StalenessController) -> None:
+        """Take over which groups were lost or trained."""
+        with self.board.changed:
+            lost, requeued, trained = (each.copy() for each in self.board.ended)
+            for each in self.board.ended:
+                each.clear()
+        self._draws.lose(lost)
+        self._draws.requeue(requeued)
+        self._draws.train(trained)
+        control.give_back(len(lost) + len(requeued))
+
+    def _served(self, trained: Version) -> Version:
+        """Return the version that admission counts by: what the slowest engine uses, where nothing may be too old."""
+        if self.config.staleness > 0 and self.config.on_stale != "wait":
+            return trained
+        board = self.board
+        return min(trained, *(board.applied.get(name, -1) for name in board.engines))
+
+    def _finished(self) -> int:
+        """Groups that are scored and not trained, about."""
+        board = self.board
+        unused = board.served["advantage"] - board.trained - board.discarded
+        return max(0, unused // self.config.train.group_size)
+
+    def _wait_for_news(self, control: StalenessController, done: int) -> None:
+        """Wait until a step is trained and logged, a group is lost that is to be replaced, or there is room again."""
+        board = self.board
         self._wait(
-            lambda: (board.published > version and board.batches["train"] > done) or board.lost_groups > lost,
+            lambda: (
+                board.logged > done
+                or any(board.ended[:2])
+                or self._served(control.first + done) > control.version
+                or control.room(self._finished()) > 0
+            ),
             self.config.executor.wait_timeout,
             f"step {done + 1 + self.steps_before} to be trained",
         )
 
     def _drain(self) -> None:
         """Let every stage finish with the rows that are trained: nothing of them is done again after a checkpoint."""
-        rows = self._tables["train"].ledger().admitted
-        sinks = [stage.name for stage in self.plan.tables["train"].stages if stage.build]
         board = self.board
+        sinks = [stage.name for stage in self.plan.tables["train"].stages if stage.build]
+        # In phases all rows that were admitted are trained; otherwise some are ahead, and are done again.
+        rows = self._tables["train"].ledger().admitted if self.config.phased else board.trained
+        if not self.config.phased:
+            sinks = self._sinks()
         self._wait(
             lambda: all(board.served[name] + board.dropped["train"] >= rows for name in sinks),
             self.config.executor.wait_timeout,
@@ -257,38 +314,37 @@ class Conductor:
 
     def _fill(self, control: StalenessController) -> None:
         """Admit as many prompts as there is room for."""
-        groups = control.room()
+        groups = control.room(self._finished())
         if not groups:
             return
         control.admit(groups)
-        chosen = self.materials.prompts.batch.take(self._order.take(groups))
-        batch = self._prompt_batch(chosen, self.config.rollout.temperature, self._admitted)
-        # Numbered over the whole run, so that the groups of a resumed one are not taken for earlier ones.
-        batch = batch.with_columns({"group_id": np.arange(self._admitted, self._admitted + groups)})
-        self._admitted += groups
-        self._note_position(control.version + 1)
+        drawn = self._draws.take(groups)
+        numbers = np.array([draw.group for draw in drawn], np.int64)
+        chosen = self.materials.prompts.batch.take([draw.prompt for draw in drawn])
+        batch = self._prompt_batch(chosen, self.config.rollout.temperature, numbers)
+        requeued = np.array([draw.requeued for draw in drawn], np.int32)
+        batch = batch.with_columns({"group_id": numbers, "requeued": requeued})
         self._tables["train"].put(batch, repeat=self.config.train.group_size)
 
-    def _between_steps(self, control: StalenessController) -> None:
-        """Do what is due while no row is in flight."""
+    def _between_steps(self, version: Version, first: Version) -> None:
+        """Do what is due after a step; in phases, no row is in flight."""
         self.train_seconds += time.monotonic() - self._training_since
-        step, output = control.version - control.first + self.steps_before, self.config.output
-        self._note_position(control.version)
+        step, output = version - first + self.steps_before, self.config.output
         if 0 < step < self.config.train.steps:
             if self.config.eval.every and step % self.config.eval.every == 0:
                 self._evaluate(f"step_{step}", step)
-            if output.checkpoint_every and step % output.checkpoint_every == 0 and control.version > control.first:
+            if output.checkpoint_every and step % output.checkpoint_every == 0 and version > first:
                 self._drain()
                 self._save(self.folder / "checkpoints" / f"step-{step:06d}")
                 checkpoint.prune(self.folder / "checkpoints", output.keep_checkpoints)
         if not output.checkpoint_every:
-            self._tables["train"].commit("train", control.version)
+            self._tables["train"].commit("train", version)
         self.phase = "training"
         self._training_since = time.monotonic()
 
-    def _guard(self, control: StalenessController) -> None:
-        step = control.version - control.first + 1
-        lost = control.given_back
+    def _guard(self, control: StalenessController, done: int) -> None:
+        step = done + 1
+        lost = self.board.lost
         if lost >= LOST_STEPS * self.config.prompts_per_step * step:
             dropped = self._tables["train"].ledger().dropped
             raise DataError(
@@ -300,8 +356,9 @@ class Conductor:
         self.phase = "saving"
         board = self.board
         folder.parent.mkdir(parents=True, exist_ok=True)
-        orders = {str(version): state for version, state in self._orders.items()}
-        self.executor.send(TRAINER, Save(str(folder), {"orders": orders, "seed": self.config.seed}, final=final))
+        outstanding = self._draws.outstanding  # what is trained meanwhile, the trainer takes out
+        progress = {"seed": self.config.seed, **self._draws.state()}
+        self.executor.send(TRAINER, Save(str(folder), progress, outstanding, final=final))
         board.wait(
             lambda: str(folder) in board.saved or TRAINER in board.finished,
             self.config.executor.wait_timeout,
@@ -310,7 +367,7 @@ class Conductor:
         )
         if str(folder) not in board.saved:
             raise CheckpointError(f"the trainer ended before it saved {folder}")
-        self._tables["train"].commit("train", board.published)
+        self._tables["train"].commit("train", board.saved[str(folder)])
 
     def _save_early(self) -> None:
         """Leave a checkpoint of what is trained, if there is a trainer to ask, and let nothing of it be missing."""
@@ -322,7 +379,7 @@ class Conductor:
             self._save(self.folder / "checkpoint", final=True)
             board = self.board
             board.wait(
-                lambda: all(board.batches[name] >= board.batches["train"] for name in sinks),
+                lambda: all(board.served[name] >= board.trained for name in sinks),
                 self.config.executor.wait_timeout,
                 lambda: f"{', '.join(sinks)} to finish the trained rows",
                 stopping=True,
@@ -350,25 +407,20 @@ class Conductor:
     def _wait(self, until: Callable[[], bool], timeout: float, what: str) -> None:
         self.board.wait(until, timeout, lambda: what)
 
-    def _wait_applied(self) -> None:
+    def _wait_applied(self, version: Version) -> None:
         board = self.board
         board.wait(
-            lambda: not board.behind(board.published),
+            lambda: not board.behind(version),
             self.config.weights.timeout,
-            lambda: f"version {board.published} to be applied by {', '.join(board.behind(board.published))}",
+            lambda: f"version {version} to be applied by {', '.join(board.behind(version))}",
         )
 
-    def _note_position(self, version: Version) -> None:
-        """Keep what was drawn before the step that follows a version: a checkpoint of it goes on from here."""
-        self._orders[version] = {"order": self._order.state(), "admitted": self._admitted}
-        self._orders.pop(version - 3, None)
-
-    def _prompt_batch(self, prompts: Batch, temperature: float, first: int) -> Batch:
-        numbers: Int64s = np.arange(first, first + len(prompts), dtype=np.int64)
+    def _prompt_batch(self, prompts: Batch, temperature: float, numbers: Int64s) -> Batch:
         return prompts.with_columns(
             {
                 "temperature": np.full(len(prompts), temperature, dtype=np.float32),
                 "seed": mix(self.config.seed, numbers),
+                "requeued": np.zeros(len(prompts), np.int32),
             }
         )
 

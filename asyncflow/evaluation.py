@@ -28,7 +28,6 @@ def evaluate(board: Board, table: Table, prompts: Batch, config: Pipeline) -> tu
     )
     rewards = np.sort(np.concatenate([*board.rewards, np.empty(0)]))
     values = {
-        "version": board.published,
         "rows": len(rewards),
         "unscored": rows - len(rewards),
         "accuracy": float((rewards >= config.eval.correct_at).mean()) if len(rewards) else float("nan"),

@@ -26,6 +26,13 @@ class Take:
     """Hold back until every live row is ready: a phase waits for the whole phase before it."""
     partial: bool = False
     """Fewer rows will do, as soon as there is one."""
+    ordered: bool = False
+    """Groups come in the order of their admission: one that is not ready holds back those after it."""
+
+    @property
+    def sampler(self) -> str:
+        """The sampler that serves this."""
+        return "ordered" if self.ordered else "group" if self.groups else "fifo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,10 @@ class StageSpec:
     take: Take = Take()
     durable: bool = False
     """Rows stay until the stage commits them: the trainer's two-level acknowledgement."""
+    lanes: int = 1
+    """How many batches a replica works on at once, each in a thread of its own."""
+    gathers: bool = False
+    """Batches stay leased until the stage says that it is done with all of them."""
 
 
 @dataclass(frozen=True, slots=True)

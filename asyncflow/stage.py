@@ -33,7 +33,7 @@ class Part:
     """Columns for some rows of a batch."""
 
     positions: Int64s
-    """Which rows of the batch, in the order of the columns."""
+    """Which rows of the batch, in the order of the columns; row ids from a stage that gathers batches."""
     columns: Batch
 
 
@@ -165,6 +165,7 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
         partial=take.partial,
         consumer=context.replica,
     )
+    gathered: list[Lease] = []
     with suppress(QueueClosed), closing(stream):
         while not context.stopping.is_set():
             started = time.monotonic()
@@ -172,7 +173,7 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
             if lease is None:
                 return
             idle = time.monotonic() - started
-            served = _Served(spec, table, lease, context)
+            served = _Served(spec, table, lease, context, gathered)
             if not served.by(stage):
                 return
             context.emit(
@@ -195,8 +196,10 @@ def _next(spec: StageSpec, table: Table, stream: Stream, timeout: float) -> Leas
 class _Served:
     """One lease in the hands of a stage."""
 
-    def __init__(self, spec: StageSpec, table: Table, lease: Lease, context: Context) -> None:
+    def __init__(self, spec: StageSpec, table: Table, lease: Lease, context: Context, gathered: list[Lease]) -> None:
         self.spec, self.table, self.lease, self.context = spec, table, lease, context
+        self.gathered = gathered
+        """Leases of before, whose rows the stage has kept, if it gathers."""
         self.answered = np.zeros(len(lease.rows), dtype=bool)
         self.busy = self.blocked = 0.0
         self.finished = False
@@ -213,6 +216,9 @@ class _Served:
                 self.take(part)
             self.blocked += time.monotonic() - arrived
         self.busy = time.monotonic() - started - self.blocked
+        if self.spec.gathers and not self.finished:
+            self.gathered.append(self.lease)
+            return not self.context.stopping.is_set()
         return self.finished or self.complete()
 
     def complete(self) -> bool:
@@ -230,12 +236,17 @@ class _Served:
         return True
 
     def finish(self, step: Version | None) -> None:
-        """Acknowledge the whole batch, once."""
-        self.lease.done(step=step)
+        """Acknowledge the whole batch, once, and all that was gathered before it."""
+        for lease in (*self.gathered, self.lease):
+            lease.done(step=step)
+        self.gathered.clear()
         self.finished = True
 
     def take(self, part: Part | Drop) -> None:
         """Write or drop the rows of a part."""
+        if self.spec.gathers and isinstance(part, Part):
+            self.table.write(part.positions, self.matching(part.columns, len(part.positions)))
+            return
         rows = self.lease.rows[part.positions]
         if self.answered[part.positions].any() or len(np.unique(part.positions)) < len(part.positions):
             raise PipelineError(f"stage {self.spec.name} answered row {rows[0]} or one beside it twice")

@@ -19,16 +19,12 @@ the average only: a response that takes long is overtaken by others.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import numpy as np
 
 from asyncflow.errors import StalenessExceeded
 from asyncflow.storage.batch import Column
-from asyncflow.types import Int64s, RowIds, Version
-
-Policy = Literal["mask", "drop", "requeue", "wait"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+from asyncflow.types import Int64s, RowIds, StalePolicy, Version
 
 
 @dataclass(slots=True)
@@ -86,7 +82,7 @@ class Verdict:
     """How many tokens left the loss."""
 
 
-def gate(versions: Column, mask: Column, training: Version, bound: int, policy: Policy) -> Verdict:
+def gate(versions: Column, mask: Column, training: Version, bound: int, policy: StalePolicy) -> Verdict:
     """Judge rows by the version being trained; exactly `bound` is allowed.
 
     `versions` (integers) and `mask` (0 or 1) have one value for each response token. Where the policy is `wait`, a

@@ -1,6 +1,6 @@
 """Names for the few plain values that cross every border of the program."""
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,3 +16,6 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 Int64s: TypeAlias = npt.NDArray[np.int64]
 Float32s: TypeAlias = npt.NDArray[np.float32]
 Float64s: TypeAlias = npt.NDArray[np.float64]
+
+StalePolicy = Literal["mask", "drop", "requeue", "wait"]
+"""What becomes of a row that is too old to be trained."""

@@ -43,11 +43,11 @@ def test_stopping_ends_waits_but_those_of_the_stop_itself():
 def test_a_group_is_lost_when_its_last_row_is():
     own = board()
     own.take("a", Dropped("train", "reward", "timeout", (7, 8)))
-    assert own.lost_groups == 0
+    assert own.lost == 0
     own.take("a", Dropped("train", "reward", "timeout", (7,)))
-    assert own.lost_groups == 1
+    assert own.lost == 1
     own.take("a", Dropped("eval", "reward", "timeout", (8,)))
-    assert own.lost_groups == 1
+    assert own.lost == 1
     assert own.dropped == {"train": 3, "eval": 1}
 
 

@@ -1,6 +1,7 @@
 """The two gates against random schedules: what is admitted, what is trained, and that it always goes on."""
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import StalenessExceeded
-from asyncflow.staleness import POLICIES, StalenessController, check, gate, staleness
+from asyncflow.staleness import StalenessController, check, gate, staleness
 from asyncflow.storage.batch import Column
+from asyncflow.types import StalePolicy
 
 STEP, ROWS, STEPS = 3, 2, 6
 
@@ -203,7 +205,9 @@ MOVES = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(bound=st.integers(0, 3), policy=st.sampled_from(POLICIES), first=st.sampled_from([0, 700]), moves=MOVES)
+@given(
+    bound=st.integers(0, 3), policy=st.sampled_from(get_args(StalePolicy)), first=st.sampled_from([0, 700]), moves=MOVES
+)
 def test_no_schedule_breaks_the_bound_and_every_one_ends(bound, policy, first, moves):
     run = Run(bound, policy, first)
     for move, number in moves:

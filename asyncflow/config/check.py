@@ -36,7 +36,7 @@ def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     return [
         problem
-        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule)
+        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule, _staleness)
         for problem in part(pipeline)
     ]
 
@@ -219,3 +219,20 @@ def _schedule(pipeline: Pipeline) -> Iterator[Problem]:
     if train.lr_warmup > train.steps:
         why = f"{train.lr_warmup} is more than train.steps {train.steps}: the learning rate never reaches train.lr"
         yield Problem(("train", "lr_warmup"), why, (("train", "steps"),))
+
+
+def _staleness(pipeline: Pipeline) -> Iterator[Problem]:
+    fields = Pipeline.model_fields
+    names = ("max_staleness", "on_stale", "max_requeues", "run_ahead")
+    chosen = [name for name in names if getattr(pipeline, name) != fields[name].default]
+    if pipeline.mode != "async":
+        for name in chosen:
+            why = f"has no effect in mode {pipeline.mode}, which trains nothing that is stale: use `mode: async`"
+            yield Problem((name,), why, (("mode",),), at="key")
+        return
+    if "max_requeues" in chosen and pipeline.on_stale != "requeue":
+        yield Problem(("max_requeues",), "has no effect without `on_stale: requeue`", (("on_stale",),), at="key")
+    ahead, most = pipeline.run_ahead, pipeline.staleness + 1
+    if ahead is not None and ahead > most:
+        why = f"{ahead} steps are never ahead: max_staleness {pipeline.staleness} admits {most}; use at most that"
+        yield Problem(("run_ahead",), why, (("max_staleness",), ("mode",)))

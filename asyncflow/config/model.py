@@ -26,6 +26,7 @@ Positive = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Unit = Annotated[Float, Field(gt=0, le=1)]
 Aggregate = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+OnStale = Literal["mask", "drop", "requeue", "wait"]
 Share = Annotated[Float, Field(ge=0, lt=1)]
 
 
@@ -304,8 +305,19 @@ class Pipeline(Section):
     """Held-out prompts."""
     stages: list[Stage] = []
     """Stages of the user's own; where they stand follows from the columns they read and write."""
-    mode: Literal["colocated", "separated"] = "separated"
-    """`colocated`: all stages share the devices, in turns; `separated`: each engine has its own."""
+    mode: Literal["colocated", "separated", "streaming", "async"] = "separated"
+    """`colocated`: all stages share the devices, in turns; `separated`: each engine has its own; `streaming`: rows go
+    on as soon as they are ready; `async`: and the next steps' responses begin before this step is trained."""
+    max_staleness: Count | None = None
+    """How many versions a trained token may be older than the version being trained; by default 1 in mode `async`.
+    In all other modes it is 0."""
+    on_stale: OnStale = "mask"
+    """What becomes of a row that would be older: `mask` takes its stale tokens out of the loss, `drop` lets it go,
+    `requeue` generates its group anew, `wait` trains in the order of admission, where there is none."""
+    max_requeues: Count = 2
+    """How often a group may be generated anew; then it is dropped."""
+    run_ahead: PositiveInt | None = None
+    """Begin nothing while responses for so many steps are finished and not trained; by default no such limit."""
     weights: Weights = Weights()
     """How new weights reach the rollout engines."""
     executor: Executor = Executor()
@@ -314,6 +326,16 @@ class Pipeline(Section):
     """Seed of everything random."""
     output: Output = Output()
     """What a run leaves behind; a plain string is its folder."""
+
+    @property
+    def staleness(self) -> int:
+        """The bound that holds: `max_staleness`, or what the mode has by default."""
+        return self.max_staleness if self.max_staleness is not None else int(self.mode == "async")
+
+    @property
+    def phased(self) -> bool:
+        """Whether each stage waits for the whole phase before it."""
+        return self.mode in ("colocated", "separated")
 
     @property
     def prompts_per_step(self) -> int:

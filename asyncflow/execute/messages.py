@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from asyncflow.types import Float64s, Version
 
+REQUEUED = "requeued"
+"""The reason for which a group is dropped that is to be generated anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -62,6 +65,8 @@ class Stepped:
     table: str
     version: Version
     metrics: Mapping[str, float]
+    groups: tuple[int, ...] = ()
+    """Ids of the groups that the step was made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,8 @@ class Save:
     folder: str
     progress: Mapping[str, object]
     """What the flow wants to find there again."""
+    outstanding: tuple[tuple[int, int, int], ...] = ()
+    """What was admitted and not trained, as far as the flow knows: group, prompt, and how often it was requeued."""
     final: bool = False
     """The run ends with it: work that is not finished is given up."""
 

@@ -115,9 +115,10 @@ class Replica:
                 made = build(spec)
                 made.setup(own)
                 self._stages[spec.build] = made
-            loops.append(
+            loops += [
                 threading.Thread(target=self._loop, args=(spec, own), name=f"{job.name}:{spec.table}", daemon=True)
-            )
+                for _ in range(spec.lanes)
+            ]
         return loops
 
     def _loop(self, spec: StageSpec, context: Context) -> None:

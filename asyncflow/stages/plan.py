@@ -2,7 +2,8 @@
 
 Three tables: `train` holds the rows of reinforcement learning, `eval` held-out prompts, `warmup` supervised
 examples. In the modes `colocated` and `separated` every stage takes a whole phase at a time (`whole`), so that
-each phase waits for the whole phase before it.
+each phase waits for the whole phase before it. In the others it takes what is ready: the engines a group at a time,
+many at once, and the trainer group by group until a step is full.
 """
 
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ PROMPT_COLUMNS = {
     "item": "string",
     "temperature": "float32",
     "seed": "int64",
+    "requeued": "int32",
 }
 RESPONSE_COLUMNS = {
     "response_text": "string",
@@ -32,7 +34,10 @@ RESPONSE_COLUMNS = {
     "versions": "list<int32>",
     "finish": "string",
 }
+TRAINED_COLUMNS = {"trained_by": "int64", "staleness": "int32"}
+"""What the trainer writes where it takes rows as they come: the version that they made, and how old they were."""
 _PHASE = Take(whole=True)
+_GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,17 @@ def _source(table: str, columns: Mapping[str, str]) -> StageSpec:
     return StageSpec("source", (), columns, table=table)
 
 
+def _share(config: Pipeline, *, groups: bool = False) -> Take:
+    """Return what a stage between rollout and training takes: a phase, or the rows or whole groups that are ready."""
+    if config.phased:
+        return _PHASE
+    return Take(groups=_GROUPS, partial=True) if groups else Take(rows=_GROUPS * config.train.group_size, partial=True)
+
+
 def _rollout(config: Pipeline, table: str) -> StageSpec:
     replicas = config.rollout.replicas
     rows = None if replicas == 1 else -(-config.rows_per_step // replicas)
+    flows = table == "train" and not config.phased
     return StageSpec(
         "rollout",
         ("prompt_tokens", "temperature", "seed"),
@@ -80,19 +93,21 @@ def _rollout(config: Pipeline, table: str) -> StageSpec:
         table=table,
         host="rollout",
         replicas=replicas,
-        take=Take(rows=rows, whole=True),
+        take=Take(groups=1) if flows else Take(rows=rows, whole=True),
+        lanes=-(-config.rollout.max_inflight // config.train.group_size) if flows else 1,
     )
 
 
 def _reward(config: Pipeline, table: str) -> StageSpec:
     reads = ("prompt_text", "response_text", "answer_text", "item")
+    take = _share(config) if table == "train" else _PHASE
     return StageSpec(
-        "reward", reads, {"reward": "float64"}, build="asyncflow.stages.reward:Reward", table=table, take=_PHASE
+        "reward", reads, {"reward": "float64"}, build="asyncflow.stages.reward:Reward", table=table, take=take
     )
 
 
 def _train(config: Pipeline) -> list[StageSpec]:
-    train, step = config.train, Take(groups=config.prompts_per_step)
+    train = config.train
     reads = ["prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs", "versions", "reward", "advantage"]
     stages = [_source("train", PROMPT_COLUMNS), _rollout(config, "train"), _reward(config, "train")]
     if train.kl_coef > 0:
@@ -103,11 +118,11 @@ def _train(config: Pipeline) -> list[StageSpec]:
                 {"ref_logprobs": "list<float32>"},
                 build="asyncflow.stages.reference:Reference",
                 host="reference",
-                take=_PHASE,
+                take=_share(config),
             )
         )
         reads.append("ref_logprobs")
-    stages += [_own(stage) for stage in config.stages]
+    stages += [_own(stage, _share(config, groups=True)) for stage in config.stages]
     stages.append(
         StageSpec(
             "advantage",
@@ -115,23 +130,30 @@ def _train(config: Pipeline) -> list[StageSpec]:
             {"advantage": "float64"},
             build="asyncflow.stages.advantage:Advantage",
             host="trainer",
-            take=_PHASE,
+            take=_share(config, groups=True),
         )
     )
-    stages.append(
-        StageSpec(
-            "train",
-            tuple(reads),
-            build="asyncflow.stages.train:Train",
-            host="trainer",
-            take=step,
-            durable=True,
-        )
-    )
+    stages.append(_trainer(config, tuple(reads)))
     if config.output.samples_every:
         columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", "reward", "advantage")
-        stages.append(StageSpec("samples", columns, build="asyncflow.stages.samples:Samples", take=step))
+        take = Take(groups=config.prompts_per_step)
+        if not config.phased:
+            columns, take = (*columns, *TRAINED_COLUMNS), _share(config)
+        stages.append(StageSpec("samples", columns, build="asyncflow.stages.samples:Samples", take=take))
     return stages
+
+
+def _trainer(config: Pipeline, reads: tuple[str, ...]) -> StageSpec:
+    build, host = "asyncflow.stages.train:Train", "trainer"
+    if config.phased:
+        return StageSpec(
+            "train", reads, build=build, host=host, take=Take(groups=config.prompts_per_step), durable=True
+        )
+    ordered = config.on_stale == "wait"
+    return StageSpec(
+        "train", (*reads, "requeued"), TRAINED_COLUMNS, build=build, host=host, take=Take(groups=1, ordered=ordered),
+        durable=True, gathers=True,
+    )  # fmt: skip
 
 
 def _eval(config: Pipeline) -> list[StageSpec]:
@@ -159,7 +181,7 @@ def _warmup(config: Pipeline) -> list[StageSpec]:
     return [_source("warmup", columns), warmup]
 
 
-def _own(stage: StageConfig) -> StageSpec:
+def _own(stage: StageConfig, take: Take) -> StageSpec:
     reads, writes = stage.reads, stage.writes
     if reads is None or writes is None:
         function = resolve(stage.fn)
@@ -171,4 +193,4 @@ def _own(stage: StageConfig) -> StageSpec:
             "decorate it with @asyncflow.stage.stage(reads=…, writes=…), or give reads and writes in the file"
         )
     name = stage.fn.rpartition(":")[2]
-    return StageSpec(name, tuple(reads), dict(writes), build=stage.fn, options=stage.options, take=_PHASE)
+    return StageSpec(name, tuple(reads), dict(writes), build=stage.fn, options=stage.options, take=take)

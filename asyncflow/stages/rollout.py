@@ -4,7 +4,8 @@ A response is written as soon as it is finished; its seed follows from its row's
 which rows were generated beside it. New weights are taken between two tokens.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -36,18 +37,20 @@ class Rollout:
         )
         self._channel = FileChannel(context.folder / "weights")
         self._colocated = config.mode == "colocated"
+        self._keys = itertools.count()
 
     def process(self, batch: Batch) -> Iterator[Part | Drop]:
         requests = self._requests(batch)
         if self._colocated:
             self._engine.wake()
         self._engine.submit(requests)
-        for finished in self._engine.results([request.key for request in requests]):
+        place = {request.key: row for row, request in enumerate(requests)}
+        for finished in self._engine.results(list(place)):
             kept = [completion for completion in finished if completion.finish != "abort"]
             if kept:
-                yield self._part(kept)
+                yield self._part(kept, place)
             if len(kept) < len(finished):
-                aborted = [completion.key for completion in finished if completion.finish == "abort"]
+                aborted = [place[completion.key] for completion in finished if completion.finish == "abort"]
                 yield Drop(np.asarray(aborted, dtype=np.int64), "aborted")
         if self._colocated:
             self._engine.sleep()
@@ -75,12 +78,13 @@ class Rollout:
             for temperature in set(temperatures)
         }
         prompts = [np.asarray(tokens) for tokens in batch["prompt_tokens"]]
+        # Keys are the engine's own: several batches may be under way at once.
         return [
-            Request(key, prompts[key], samplings[temperature], seed)
-            for key, (temperature, seed) in enumerate(zip(temperatures, seeds.tolist(), strict=True))
+            Request(next(self._keys), prompt, samplings[temperature], seed)
+            for prompt, temperature, seed in zip(prompts, temperatures, seeds.tolist(), strict=True)
         ]
 
-    def _part(self, finished: list[Completion]) -> Part:
+    def _part(self, finished: list[Completion], place: Mapping[int, int]) -> Part:
         tokens = [completion.tokens for completion in finished]
         lengths = np.array([len(one) for one in tokens])
         columns = Batch(
@@ -95,7 +99,7 @@ class Rollout:
                 "finish": [completion.finish for completion in finished],
             }
         )
-        return Part(np.array([completion.key for completion in finished], dtype=np.int64), columns)
+        return Part(np.array([place[completion.key] for completion in finished], dtype=np.int64), columns)
 
     def _texts(self, tokens: list[Int64s]) -> list[str]:
         """Decode without the stop token that ends a response."""

@@ -1,5 +1,6 @@
 """Samples: every so-manieth step's prompts, responses and scores as a Parquet file in the run's folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,34 +21,56 @@ COLUMNS = (
     "advantage",
 )
 
+AGES = ("trained_by", "staleness", "versions")
+_KEPT = 8
+
 
 class Samples:
-    """Reads the texts and scores; writes no column."""
+    """Reads the texts and scores; writes no column.
+
+    In phases a batch is a step. Otherwise rows come as they are trained, and say by which step; its file is written
+    anew when more of them come.
+    """
 
     def setup(self, context: Context) -> None:
-        self._every = context.config.output.samples_every
-        self._steps = context.config.train.steps
+        config = context.config
+        self._every, self._steps = config.output.samples_every, config.train.steps
         self._folder = context.folder / "samples"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._step = 0 if context.resume is None else int(checkpoint.progress(context.resume)["step"])
+        self._phased = config.phased
+        self._before = config.warmup.steps if config.warmup else 0
+        self._parts: dict[int, list[Batch]] = {}
 
     def process(self, batch: Batch) -> None:
-        self._step += 1
-        if self._step % self._every == 0 or self._step in (1, self._steps):
-            write(batch, self._folder / f"step-{self._step:06d}.parquet")
+        if self._phased:
+            self._step += 1
+            self._write(self._step, batch, COLUMNS)
+            return
+        steps = batch["trained_by"].array - self._before
+        for step in np.unique(steps).tolist():
+            parts = self._parts.setdefault(step, [])
+            parts.append(batch.take(np.flatnonzero(steps == step)))
+            self._write(step, Batch.concat(parts), (*COLUMNS, *AGES))
+        for step in sorted(self._parts)[:-_KEPT]:
+            del self._parts[step]
 
     def close(self) -> None:
         return None
 
+    def _write(self, step: int, batch: Batch, columns: Sequence[str]) -> None:
+        if step % self._every == 0 or step in (1, self._steps):
+            write(batch, self._folder / f"step-{step:06d}.parquet", columns)
 
-def write(batch: Batch, path: Path) -> None:
+
+def write(batch: Batch, path: Path, columns: Sequence[str]) -> None:
     """Write the rows with the newest version among their tokens; the file appears whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     versions, mask = batch["versions"].to_padded(fill=-1)
     last = versions.max(axis=1, initial=-1, where=mask == 1).astype(np.int32)
-    rows = batch.select(COLUMNS).with_columns({"version": last})
+    rows = batch.select(columns).with_columns({"version": last})
     partial = path.with_suffix(".partial")
     pq.write_table(pa.Table.from_batches([rows.to_arrow()]), partial)
     partial.replace(path)

@@ -1,14 +1,20 @@
 """Train: a step's groups in, one optimizer step out; and the supervised warm-up on the same engine.
 
 A step is one optimizer update on one global batch. Its denominators are fixed before the first micro-batch, so
-neither the token budget nor the order of the rows changes the gradient. Every row's staleness is checked here,
-where it is consumed, and new weights are published as soon as they exist.
+neither the token budget nor the order of the rows changes the gradient. Every row's staleness is judged here, where
+it is consumed, and new weights are published as soon as they exist.
+
+In phases a batch is a whole step. Otherwise groups come one by one and are kept until a step is full; what is too
+old leaves as `on_stale` says, and others come for it.
 """
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from asyncflow import checkpoint
 from asyncflow.algorithms.aggregate import Denominators, denominators
@@ -20,14 +26,17 @@ from asyncflow.backends import train_engine
 from asyncflow.backends.base import OptimSpec, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
-from asyncflow.execute.messages import Command, Publish, Published, Save, Saved, Stepped
-from asyncflow.stage import Context, Done
+from asyncflow.execute.messages import REQUEUED, Command, Publish, Published, Save, Saved, Stepped
+from asyncflow.stage import Context, Done, Drop, Part
 from asyncflow.stages.model import model_spec
-from asyncflow.staleness import check, staleness
+from asyncflow.staleness import check, gate, staleness
 from asyncflow.storage import Batch
 from asyncflow.types import Int64s
 from asyncflow.weights import FileChannel
 
+_RECENT = 64
+STALE = "stale"
+"""Why rows leave that are too old, for good."""
 LOGPROB_GAP = {"float32": 1e-2, "bfloat16": 2e-1}
 """Largest mean |log-probability of the trainer − of the rollout engine| on equal weights, by dtype: beyond it the
 two do not hold the same model, whatever the transfer said."""
@@ -89,30 +98,65 @@ class Warmup:
 
 
 class Train:
-    """Policy gradient: reads a step's responses with their advantages; writes no column, makes a version."""
+    """Policy gradient: reads a step's responses with their advantages; writes when they were trained."""
 
     def setup(self, context: Context) -> None:
         self._context, self._trainer = context, Trainer.of(context)
         self._step, self._compared = _done(context, "step"), False
+        self._held: list[Batch] = []
+        self._trained: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
         train = context.config.train
         self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
 
-    def process(self, batch: Batch) -> Iterator[Done]:
+    def process(self, batch: Batch) -> Iterator[Part | Drop | Done]:
         config = self._context.config
         with self._trainer.lock:
-            ages = staleness(batch["versions"], batch["response_mask"], self._trainer.engine.version)
-            check(batch["row"].array, ages, 0)
-            if config.mode == "colocated":
-                self._trainer.engine.wake()
-            made = self._update(batch)
-            if made is None:
+            kept, gone, reason = self._judged(batch)
+            if gone.size:
+                yield Drop(gone, reason)
+            if len(kept):
+                self._held.append(kept)
+            if not config.phased and len(self._held) < config.prompts_per_step:
                 return
-            if config.mode == "colocated":
-                self._trainer.engine.sleep()
-            self._publish()
-            version = self._trainer.engine.version
-            yield Done(version)
-            self._context.emit(Stepped("train", version, {**made, **describe(batch, ages)}))
+            whole = Batch.concat(self._held)
+            self._held.clear()
+            yield from self._made(whole)
+
+    def _judged(self, batch: Batch) -> tuple[Batch, Int64s, str]:
+        """Return rows as they may be trained by the version at hand, and the positions that leave, with a reason."""
+        config, version = self._context.config, self._trainer.engine.version
+        verdict = gate(batch["versions"], batch["response_mask"], version, config.staleness, config.on_stale)
+        if config.phased or config.on_stale == "wait":
+            check(batch["row"].array, verdict.ages, config.staleness)
+        if config.on_stale not in ("drop", "requeue") or not verdict.stale.size:
+            return batch.with_columns({"response_mask": verdict.mask}), verdict.stale[:0], ""
+        if config.on_stale == "requeue":
+            again = int(batch["requeued"].array.min()) < config.max_requeues
+            return batch.take([]), np.arange(len(batch)), REQUEUED if again else STALE
+        return batch.take(np.setdiff1d(np.arange(len(batch)), verdict.stale)), verdict.stale, STALE
+
+    def _made(self, batch: Batch) -> Iterator[Part | Done]:
+        """Make a step of a batch, publish it and say so."""
+        config, engine = self._context.config, self._trainer.engine
+        ages = staleness(batch["versions"], batch["response_mask"], engine.version)
+        check(batch["row"].array, ages, config.staleness)
+        if config.mode == "colocated":
+            engine.wake()
+        made = self._update(batch)
+        if made is None:
+            return
+        if config.mode == "colocated":
+            engine.sleep()
+        self._publish()
+        version = engine.version
+        if not config.phased:
+            made_by = np.full(len(batch), version, np.int64)
+            columns = Batch({"trained_by": made_by, "staleness": ages.astype(np.int32)})
+            yield Part(batch["row"].array, columns)
+        groups = tuple(np.unique(batch["group_id"].array).tolist())
+        self._trained.append(groups)
+        yield Done(version)
+        self._context.emit(Stepped("train", version, {**made, **describe(batch, ages)}, groups))
 
     def command(self, command: Command) -> None:
         """Publish the weights, or write a checkpoint."""
@@ -126,7 +170,15 @@ class Train:
                 return
             folder = Path(command.folder)
             names = tokenizer(self._context.config.model)
-            progress = {**command.progress, "step": self._step, "warmups": self._trainer.warmups}
+            # The flow may not have heard yet of what was trained last.
+            trained = {group for groups in self._trained for group in groups}
+            outstanding = [draw for draw in command.outstanding if draw[0] not in trained]
+            progress = {
+                **command.progress,
+                "outstanding": outstanding,
+                "step": self._step,
+                "warmups": self._trainer.warmups,
+            }
             checkpoint.save(folder, self._trainer.engine, names, progress)
             self._context.emit(Saved(command.folder, self._trainer.engine.version))
 

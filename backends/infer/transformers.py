@@ -182,6 +182,7 @@ class TransformersEngine:
                 ready = [key for key in self._done if key in wanted]
                 if ready:
                     self._known.difference_update(ready)
+                    self._turn.notify_all()  # somebody else is to compute
                     return [self._done.pop(key) for key in ready]
                 if not wanted <= self._known:
                     raise DataError(f"request {min(wanted - self._known)} was not submitted, or was yielded already")
@@ -196,7 +197,7 @@ class TransformersEngine:
         if version is None:
             raise WeightsError("no weights were applied yet")
         begin = self._admitted()
-        self._computing = True
+        self._computing, done = True, []
         self._turn.release()
         try:
             with torch.inference_mode():
@@ -207,7 +208,9 @@ class TransformersEngine:
         finally:
             self._turn.acquire()
             self._computing = False
-            self._turn.notify_all()
+            # Those who wait for their results are many, and most tokens finish none.
+            if self._guests or self._closed or self._failure is not None or done:
+                self._turn.notify_all()
         self._done.update((completion.key, completion) for completion in done)
 
     def _admitted(self) -> list[Request]:

@@ -1,10 +1,13 @@
+from typing import get_args
+
 import pytest
 
 from asyncflow.config.check import BUILT_IN_REWARDS, check
 from asyncflow.config.load import load
-from asyncflow.config.model import Pipeline
+from asyncflow.config.model import OnStale, Pipeline
 from asyncflow.errors import ConfigError
 from asyncflow.rewards.scorers import BUILT_IN
+from asyncflow.types import StalePolicy
 
 NEW = "model={config: {model_type: llama}, tokenizer: characters}"
 
@@ -25,6 +28,17 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
         (
             ["train.token_budget=700"],
             "train.token_budget: 700 is less than the longest row, data.max_prompt_tokens 512 + ",
+        ),
+        (
+            ["max_staleness=1"],
+            "max_staleness: has no effect in mode separated, which trains nothing that is stale: use",
+        ),
+        (["mode=streaming", "on_stale=drop"], "on_stale: has no effect in mode streaming"),
+        (["run_ahead=1"], "run_ahead: has no effect in mode separated"),
+        (["mode=async", "max_requeues=1"], "max_requeues: has no effect without `on_stale: requeue`"),
+        (
+            ["mode=async", "run_ahead=3"],
+            "run_ahead: 3 steps are never ahead: max_staleness 1 admits 2; use at most that",
         ),
         (["train.lr_warmup=200"], "train.lr_warmup: 200 is more than train.steps 100"),
         (["train.kl=k1"], "train.kl: has no effect while kl_coef is 0"),
@@ -112,6 +126,15 @@ def test_a_pipeline_made_in_python_is_checked_the_same_way():
         {"model": {}, "data": {"source": "python"}, "reward": {"fn": "char_match"}, "train": {"rows_per_step": 12}}
     )
     assert [problem.route for problem in check(pipeline)] == [("model",), ("train", "rows_per_step")]
+
+
+def test_policies_are_those_that_the_gate_knows():
+    assert get_args(OnStale) == get_args(StalePolicy)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_a_bound_of_zero_is_a_bound(check_lines, bound):
+    assert check_lines("mode=async", f"max_staleness={bound}", "on_stale=wait") == []
 
 
 def test_the_names_of_built_in_rewards_are_those_there_are():

@@ -1,0 +1,97 @@
+"""Runs whose stages overlap: what is trained, how old it is, and that nothing is trained twice or skipped."""
+
+import json
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from asyncflow import Flow
+from tests.system.test_ends import command, nobody_left
+from tests.system.test_resume import until
+from tests.system.test_run import timeless
+
+pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
+
+GROUPS, ROWS, WARMUP = 4, 16, 2
+
+
+def trained(folder: Path) -> list[dict[str, object]]:
+    """Every row that the run trained, as its own files have them."""
+    files = sorted((folder / "samples").glob("step-*.parquet"))
+    assert [int(path.stem[5:]) for path in files] == list(range(1, len(files) + 1))
+    tables = [pq.read_table(path).to_pylist() for path in files]
+    for step, rows in enumerate(tables, start=1):
+        assert {row["trained_by"] for row in rows} == {WARMUP + step}
+    return [row for rows in tables for row in rows]
+
+
+def check_bound(rows: list[dict[str, object]], bound: int) -> None:
+    """No token that was trained was older than the bound: the version being trained is one before the one made."""
+    for row in rows:
+        ages = [row["trained_by"] - 1 - version for version in row["versions"]]
+        assert max(ages) == row["staleness"] <= bound
+        assert min(ages) >= 0
+
+
+def check_ledger(folder: Path, steps: int) -> None:
+    """Every group was trained once, none was left out, and the books say so."""
+    rows = trained(folder)
+    assert sorted({row["group_id"] for row in rows}) == list(range(GROUPS * steps))
+    assert len({(row["group_id"], row["rollout_id"]) for row in rows}) == len(rows) == ROWS * steps
+
+
+def test_a_streaming_run_trains_on_what_the_newest_weights_made(pipeline):
+    folder = Flow.from_yaml(pipeline(mode="streaming")).start().wait(300).folder
+    steps = [record for record in timeless(folder) if record["kind"] == "step"]
+    assert [(step["step"], step["version"], step["rows"]) for step in steps] == [(1, 3, 16), (2, 4, 16), (3, 5, 16)]
+    assert all(step["staleness_max"] == 0 and step["logprob_gap_max"] < 1e-4 for step in steps)
+    check_ledger(folder, steps=3)
+    check_bound(trained(folder), 0)
+    values = json.loads((folder / "summary.json").read_text())
+    assert values["ledger"] == {"admitted": 48, "done": 48, "dropped": {}, "live": 0}
+
+
+@pytest.mark.parametrize(
+    ("bound", "policy", "more"), [(2, "wait", []), (1, "mask", ["rollout.replicas=2"]), (0, "wait", ["run_ahead=1"])]
+)
+def test_an_asynchronous_run_keeps_its_bound_and_makes_use_of_it(pipeline, bound, policy, more):
+    path = pipeline(mode="async", max_staleness=bound, on_stale=policy, train={"steps": 6}, rollout={"max_inflight": 8})
+    folder = Flow.from_yaml(path, *more).start().wait(300).folder
+    check_ledger(folder, steps=6)
+    rows = trained(folder)
+    if policy == "wait":
+        check_bound(rows, bound)
+    assert (max(row["staleness"] for row in rows) > 0) == (bound > 0)
+    steps = [record for record in timeless(folder) if record["kind"] == "step"]
+    assert [step["version"] for step in steps] == list(range(3, 9))
+    assert all(step["staleness_max"] <= bound for step in steps)
+
+
+LONG = {"mode": "async", "max_staleness": 1, "on_stale": "wait", "train": {"steps": 10}, "eval": {"rows": 0}}
+
+
+def test_an_asynchronous_run_that_is_stopped_goes_on_where_it_was(pipeline):
+    flow = Flow.from_yaml(pipeline(**LONG)).start()
+    until(lambda: len(flow.metrics.of("step")) >= 3 or flow.phase == "ended")
+    flow.stop()
+    assert not flow.wait(300)["complete"]
+    assert Flow.resume(flow.folder).start().wait(300)["complete"]
+    check_ledger(flow.folder, steps=10)
+    check_bound(trained(flow.folder), 1)
+
+
+def test_an_asynchronous_run_that_is_killed_trains_nothing_twice_and_skips_nothing(pipeline, tmp_path):
+    path = pipeline(**LONG, output={"checkpoint_every": 2})
+    process, folder = command("run", "--quiet", path), tmp_path / "run"
+    until(lambda: (folder / "checkpoints" / "step-000004").exists() or process.poll() is not None)
+    time.sleep(0.5)  # somewhere behind it
+    process.kill()
+    process.communicate(timeout=300)
+    assert nobody_left(process)
+    process = command("resume", folder)
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    check_ledger(folder, steps=10)
+    check_bound(trained(folder), 1)
