@@ -1,0 +1,104 @@
+"""The trainer's gate: what becomes of rows that are too old, by each policy, on a real engine and a real queue."""
+
+import numpy as np
+import pytest
+
+from asyncflow.config.model import Data, Model, Pipeline, Reward, Train
+from asyncflow.errors import StalenessExceeded
+from asyncflow.execute.messages import Dropped, Stepped
+from asyncflow.stage import Context, run
+from asyncflow.stages import plan, train
+from asyncflow.storage import Batch, Schema, TransferQueue
+from asyncflow.storage.batch import Column
+from tests.backends.tiny import CONFIG
+
+VERSIONS = {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [0, 1], 4: [0, 2], 5: [2, 2], 6: [1, 2]}
+"""Of each group, the versions of the two tokens of its rows: at version 2 those of group 4 are too old by one."""
+
+
+def pipeline(**options):
+    return Pipeline(
+        model=Model(config=CONFIG, tokenizer="characters"),
+        data=Data(source="python"),
+        reward=Reward(fn="exact_match"),
+        train=Train(group_size=2, prompts_per_step=2, token_budget=64, steps=3),
+        mode="async",
+        **options,
+    )
+
+
+def rows(requeued):
+    groups = np.repeat(list(VERSIONS), 2)
+    count = len(groups)
+    ragged = {
+        "prompt_tokens": np.full(2 * count, 5),
+        "response_tokens": np.full(2 * count, 7),
+        # The first step has nothing to train on: made up log-probabilities are no fault of the engine.
+        "response_mask": np.repeat(groups > 1, 2).astype(np.uint8),
+        "rollout_logprobs": np.full(2 * count, -3.0, np.float32),
+        "versions": np.array([VERSIONS[group] for group in groups], np.int32).reshape(-1),
+    }
+    bounds = np.arange(count + 1) * 2
+    columns = {name: Column.ragged(values, bounds, f"list<{values.dtype}>") for name, values in ragged.items()}
+    advantage = np.tile([1.0, -1.0], len(VERSIONS))
+    return Batch({
+        **columns, "group_id": groups, "reward": advantage, "advantage": advantage,
+        "requeued": np.full(count, requeued, np.int32),
+    })  # fmt: skip
+
+
+def serve(tmp_path, requeued=0, **options):
+    """Run the trainer over all groups; return the events and what the table then holds."""
+    config = pipeline(**options)
+    graph = plan(config).tables["train"]
+    spec = next(stage for stage in graph.stages if stage.name == "train")
+    with TransferQueue.open() as queue:
+        table = queue.create_table("train", Schema(dict(graph.columns)))
+        table.task("train", spec.reads, sampler=spec.take.sampler, durable=True)
+        table.put(rows(requeued))
+        table.seal()
+        events = []
+        context = Context(config, "trainer-0", tmp_path, events.append)
+        stage = train.Train()
+        stage.setup(context)
+        run(spec, stage, queue, context)
+        stage.close()
+        found = table.find()
+        done = found.rows[found.has(["trained_by"])]
+        return events, table.read(done, ["group_id", "trained_by", "staleness"]), table.ledger()
+
+
+def steps(events):
+    return [event.groups for event in events if isinstance(event, Stepped)]
+
+
+def dropped(events):
+    return [(event.reason, event.groups) for event in events if isinstance(event, Dropped)]
+
+
+def test_mask_keeps_the_row_without_its_stale_tokens(tmp_path):
+    events, left, _ = serve(tmp_path, on_stale="mask")
+    assert steps(events) == [(0, 1), (2, 3), (4, 5)]
+    assert dropped(events) == []
+    made = [event.metrics for event in events if isinstance(event, Stepped)]
+    assert [metrics["staleness_max"] for metrics in made] == [0, 1, 0]
+    assert made[2]["trained_tokens"] == 2 + 4
+    assert left["trained_by"].array.tolist() == [1] * 4 + [2] * 4 + [3] * 4
+    assert left["staleness"].array.tolist() == [0] * 4 + [1] * 4 + [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "requeued", "reason"), [("drop", 0, "stale"), ("requeue", 0, "requeued"), ("requeue", 2, "stale")]
+)
+def test_others_come_for_what_was_let_go(tmp_path, policy, requeued, reason):
+    events, left, ledger = serve(tmp_path, requeued, on_stale=policy)
+    assert steps(events) == [(0, 1), (2, 3), (5, 6)]
+    assert dropped(events) == [(reason, (4, 4))]
+    assert set(left["group_id"].array.tolist()) == {0, 1, 2, 3, 5, 6}
+    assert ledger.dropped == {reason: 2}
+    assert ledger.admitted == 14
+
+
+def test_where_none_may_be_stale_one_that_is_ends_the_run(tmp_path):
+    with pytest.raises(StalenessExceeded, match="row 8 is 2 versions old and max_staleness is 1"):
+        serve(tmp_path, on_stale="wait")
