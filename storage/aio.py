@@ -82,12 +82,16 @@ async def answered(pending: Pending, timeout: float, surplus: Callable[[], None]
 
 async def _lasting(send: Callable[[], Pending], timeout: float) -> tuple[wire.Reply, Batch | None]:
     """Send a request, and again if the storage unit that it went to is lost: it has its effect once."""
-    deadline = time.monotonic() + timeout
+    deadline, lost = time.monotonic() + timeout, None
     for pause in pauses(timeout):
-        with suppress(UnitLost):
+        try:
             return (await answered(send(), max(deadline - time.monotonic(), 0))).result(0)
+        except UnitLost as error:
+            lost = error.args
         await asyncio.sleep(pause)
-    return (await answered(send(), 0)).result(0)
+    if lost is not None:
+        raise UnitLost(*lost)
+    return (await answered(send(), timeout)).result(0)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, arrived: "asyncio.Future[None]") -> None:

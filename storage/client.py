@@ -501,12 +501,16 @@ def _call(
 
 def _lasting(send: Callable[[], Pending], timeout: float) -> tuple[wire.Reply, Batch | None]:
     """Send a request, and again if the storage unit that it went to is lost: it has its effect once."""
-    deadline = time.monotonic() + timeout
+    deadline, lost = time.monotonic() + timeout, None
     for pause in pauses(timeout):
-        with suppress(UnitLost):
+        try:
             return send().result(max(deadline - time.monotonic(), 0))
+        except UnitLost as error:
+            lost = error.args
         time.sleep(pause)
-    return send().result(0)
+    if lost is not None:
+        raise UnitLost(*lost)
+    return send().result(timeout)
 
 
 def put_rows(answer: tuple[wire.Reply, Batch | None]) -> Int64s:

@@ -21,7 +21,7 @@ from asyncflow.storage.arena import Arena
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.intake import Intake, blank, check_write, taken
 from asyncflow.storage.keys import Folder
-from asyncflow.storage.link import Pending
+from asyncflow.storage.link import GRACE, Pending
 from asyncflow.storage.orders import (
     Admit,
     Admitted,
@@ -407,7 +407,7 @@ class Depot:
             listed = self._upstream.send(AskUnits()).result(_PATIENCE)[0]
             if not isinstance(listed, UnitList) or unit not in listed.units:
                 raise QueueClosed(f"unit {unit} has gone")
-            link = RemoteLink(listed.units[unit], _PATIENCE, self._keys, self._encrypt_bulk)
+            link = RemoteLink(listed.units[unit], GRACE, self._keys, self._encrypt_bulk)
             link.attend()
             self._mirrors[unit] = link
         return link
