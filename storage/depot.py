@@ -319,10 +319,12 @@ class Depot:
                 self._admit(ticket, table, intake, reply.traits)
             case Admitted():
                 answer = wire.Rows(reply.rows, reply.unit)
-                copies = []
-                if not reply.known:
-                    rows = wire.unpack(reply.rows)
-                    copies = [(reply.mirror, rows, *part) for part in self._keep(table, intake, rows, reply.groups)]
+                if reply.known:
+                    # After the copies of the rows, which may be under way.
+                    self._copier.submit(ticket.settle, (answer, None))
+                    return
+                rows = wire.unpack(reply.rows)
+                copies = [(reply.mirror, rows, *part) for part in self._keep(table, intake, rows, reply.groups)]
                 self._copied(table, copies, lambda: ticket.settle((answer, None)))
 
     def _keep(self, table: str, intake: Intake, rows: Int64s, groups: bytes) -> list[tuple[Batch, Int64s]]:

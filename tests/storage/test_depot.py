@@ -1,12 +1,13 @@
 """A queue whose cells are on several storage units: threads where nothing dies, processes where something does."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import CellConflict, QueueClosed, SchemaError, StorageError
-from asyncflow.storage import Schema, TransferQueue, wire
+from asyncflow.storage import Schema, TransferQueue, aio, wire
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.host import Host
@@ -419,6 +420,37 @@ def test_a_row_outlives_a_write_that_has_no_copy_yet(tmp_path):
         write.result(30)
         assert table.read(rows, ["answer"])["answer"].strings() == ["a", "b"]
         assert table.ledger().dropped == {}
+
+
+async def put_in_a_loop(queue, cells):
+    return await (await aio.AsyncQueue(queue).table("t")).put(cells)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+@pytest.mark.parametrize("again", ["holder", "other"])
+def test_a_put_that_comes_again_is_answered_when_it_has_its_copy(tmp_path, kind, again):
+    goes_on, cells = threading.Event(), prompts(50, 60)
+    with placed(tmp_path, 2) as (queue, depots, controller), ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        stack.callback(goes_on.set)
+        table, roster = queue.create_table("t", Schema(COLUMNS), replicas=2), queue._link._roster
+        for depot in depots:
+            depot._copier.submit(goes_on.wait)
+        blocking = kind == "blocking"
+        put = pool.submit(table.put, cells) if blocking else pool.submit(asyncio.run, put_in_a_loop(queue, cells))
+        while not len(rows := table.find().rows):
+            time.sleep(0.005)
+        gone = holder(depots, controller, table, rows[0])
+        number = next(number for number, url in controller.units.urls.items() if url == gone.url)
+        roster.best = number if again == "holder" else 3 - number
+        roster.link(number).close()
+        assert not wait([put], 0.5).done
+        if again == "other":
+            gone._upstream.close()
+            goes_on.set()
+            without(controller, gone)
+        goes_on.set()
+        assert table.read(put.result(30), ["prompt"])["prompt"].lengths.tolist() == [50, 60]
+        assert (len(table.find()), len(queue.status().units)) == (2, 2 if again == "holder" else 1)
 
 
 def test_half_a_copy_is_none(tmp_path):
