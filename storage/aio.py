@@ -207,7 +207,7 @@ class AsyncStream:
         """Return the next batch, or None when nothing can come any more."""
         stream = await self._opened()
         pending = stream.ask()
-        await answered(pending, timeout, lambda: _give_back(self._table, stream, pending))
+        await answered(pending, timeout, partial(stream.give_back, pending))
         lease = stream.lease(pending.result(0))
         return None if lease is None else AsyncLease(lease, self._table)
 
@@ -267,10 +267,3 @@ class AsyncLease:
 
     async def _tell(self, request: wire.Request) -> None:
         (await answered(self._table.link.send(request), TIMEOUT)).result(0)
-
-
-def _give_back(table: client.Table, stream: client.Stream, pending: Pending) -> None:
-    with suppress(StorageError):
-        lease = stream.lease(pending.result(0))
-        if lease is not None:
-            table.link.send(wire.Release(table.name, lease.id))

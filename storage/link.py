@@ -61,6 +61,11 @@ class Pending:
         """Whether the answer is there."""
         return self._outcome is not None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the answer is there, and an error."""
+        return isinstance(self._outcome, StorageError)
+
     def then(self, call: Callable[[], None]) -> None:
         """Have something called once the answer is there, by whoever brings it: it must not block."""
         self._calls.append(call)
