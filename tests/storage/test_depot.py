@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.errors import CellConflict, QueueClosed, SchemaError, StorageError
+from asyncflow.errors import CellConflict, QueueClosed, SchemaError, StorageError, WaitTimeout
 from asyncflow.storage import Schema, TransferQueue, aio, wire
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
@@ -121,6 +121,20 @@ def test_a_snapshot_comes_back_on_another_number_of_units(tmp_path, count):
         assert table.put(prompts(1)).tolist() == [len(rows)]
         table.drop(table.find().rows, "over")
         assert table.status().bytes == 0
+
+
+def test_a_write_that_was_taken_back_is_forgotten(tmp_path):
+    with placed(tmp_path, 1) as (queue, _, controller):
+        table, desk = queue.create_table("t", Schema(COLUMNS)), controller._desks["t"]
+        rows, cells = wire.pack(table.put(prompts(5))), table._batch({"answer": ["x"]})
+        unit = queue._link._roster.link(1)
+        half = unit.send(Stage("t", rows, b"half", 2), cells)
+        while not desk._writes:
+            time.sleep(0.005)
+        with pytest.raises(WaitTimeout):
+            half.result(0)
+        unit.send(Stage("t", rows, b"whole", 1), cells).result(30)
+        assert desk._writes == {}
 
 
 def test_only_units_speak_for_units(tmp_path):
