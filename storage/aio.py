@@ -24,7 +24,7 @@ from asyncflow.errors import StorageError, UnitLost, WaitTimeout
 from asyncflow.storage import client, wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.client import DISK_TIMEOUT, TIMEOUT, RowList
-from asyncflow.storage.link import GRACE, Pending, pauses
+from asyncflow.storage.link import Pending, pauses
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s
@@ -68,7 +68,7 @@ async def answered(pending: Pending, timeout: float, surplus: Callable[[], None]
         await asyncio.wait({arrived}, timeout=timeout)
         if not arrived.done():
             pending.cancel()
-            await asyncio.wait({arrived}, timeout=GRACE)
+            await asyncio.wait({arrived}, timeout=pending.grace)
         if not arrived.done():
             raise WaitTimeout(f"{pending.peer} did not answer within {timeout:g} s")
     except (asyncio.CancelledError, WaitTimeout):

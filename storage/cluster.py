@@ -30,7 +30,7 @@ from asyncflow.storage import wire
 from asyncflow.storage.arena import Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.keys import Folder
-from asyncflow.storage.link import AGAIN, AGAIN_AT_MOST, Pending
+from asyncflow.storage.link import AGAIN, AGAIN_AT_MOST, GRACE, SLACK, Pending
 from asyncflow.storage.memory import keep
 from asyncflow.storage.orders import Fetch, Locate, Measured, Note, Placed, Places, Stage, Watch
 from asyncflow.storage.remote import RemoteLink
@@ -156,7 +156,7 @@ class ClusterLink:
         """Ask a unit, or any, as a step of something; what has come to it is delivered though it is cancelled."""
 
         def go(unit: RemoteLink, batch: Batch | None) -> None:
-            pending.peer = f"storage unit {unit.url}, asked for {what},"
+            pending.peer, pending.grace = f"storage unit {unit.url}, asked for {what},", SLACK
             asked = unit.ask(request, lambda outcome: hear(self._said(unit, outcome)), batch)
             if not isinstance(request, Fetch):
                 pending.step(asked.cancel)
@@ -192,7 +192,7 @@ class ClusterLink:
 
     def _get(self, request: wire.Read | wire.Next, pending: Steps | None = None) -> Steps:
         pending = pending or Steps(self._control.peer)
-        pending.peer = self._control.peer
+        pending.peer, pending.grace = self._control.peer, GRACE
         pending.step(self._control.ask(request, partial(self._found, request, pending)).cancel)
         return pending
 

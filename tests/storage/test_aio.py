@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import QueueClosed, SchemaError, WaitTimeout
-from asyncflow.storage import Schema, TransferQueue, aio, link, wire
+from asyncflow.storage import Schema, TransferQueue, aio, cluster, link, wire
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink, Pending
@@ -185,7 +185,7 @@ def served(request, address):
 
 @pytest.mark.parametrize("kind", ["blocking", "asyncio"])
 def test_a_batch_that_comes_when_nobody_waits_is_given_back(served, kind, monkeypatch):
-    for module in (link, aio):
+    for module in (link, cluster):
         monkeypatch.setattr(module, "GRACE", 0.05)
     queue, controller = served
     table = queue.create_table("t", SCHEMA)

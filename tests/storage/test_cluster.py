@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import WaitTimeout
-from asyncflow.storage import Schema, TransferQueue, aio, client
+from asyncflow.storage import Schema, TransferQueue, aio, client, link, remote
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.link import EmbeddedLink
@@ -96,6 +96,24 @@ def test_what_needs_it_says_so(half: Half, use: Callable[..., Any], monkeypatch:
         use("write", half.there, {"y": [3]})
     with pytest.raises(WaitTimeout, match=silent.format("cells of")):
         use("stream", "use", rows=1)
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_put_to_one_that_hangs_later_ends_in_time(
+    half: Half, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "GRACE", 1000.0)
+    monkeypatch.setattr(remote, "GRACE", 1000.0)
+    half.stopped.go_on()
+    with TransferQueue.open(half.url, timeout=PATIENCE) as queue:
+        table, cells = queue.table("t"), {"x": np.zeros(size, np.int64)}
+        table.read(half.there, ["x"])
+        half.stopped.stop()
+        queue._link._roster.best = 1  # type: ignore[attr-defined]
+        waiting = aio.AsyncTable(table).put(cells, timeout=0.3) if kind == "asyncio" else None
+        with pytest.raises(WaitTimeout, match="/stopped, asked for a put to table 't', did not answer within"):
+            asyncio.run(waiting) if waiting else table.put(cells, timeout=0.3)
 
 
 def test_it_is_used_again_once_it_goes_on(half: Half) -> None:
