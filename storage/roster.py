@@ -11,15 +11,14 @@ from typing import TypeAlias
 
 from asyncflow.errors import QueueClosed, StorageError, UnitLost, WaitTimeout, WireError
 from asyncflow.storage.arena import Slab, Writer
-from asyncflow.storage.link import GRACE
+from asyncflow.storage.link import GRACE, SLACK
 from asyncflow.storage.orders import AskUnits, UnitList
 from asyncflow.storage.remote import RemoteLink
 
 Connect: TypeAlias = Callable[[str, float], RemoteLink]
 """Makes a connection to an address within so many seconds."""
 
-# After so long a put goes to another unit, and those that follow leave the silent one alone for a while.
-_SOON = 1.0
+# So long puts leave a unit alone that did not greet.
 _SHUNNED = 20.0
 
 
@@ -64,7 +63,16 @@ class Visit:
                 fail(error)
 
     def cancel(self) -> None:
-        """Wait no longer."""
+        """Wait no longer than one that is well takes to greet: who has no time to wait may be the first who asks it."""
+        left = SLACK - (time.monotonic() - self._since)
+        if left > 0 and not self.over:
+            timer = threading.Timer(left, self._give_up)
+            timer.daemon = True
+            timer.start()
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
         try:
             _, fail = self._ends.pop()
         except IndexError:
@@ -159,7 +167,7 @@ class Roster:
             gone = self._refresh()
         except StorageError as error:
             return error, []
-        return self._attempt(number, min(_SOON, self._timeout)), gone
+        return self._attempt(number, min(SLACK, self._timeout)), gone
 
     def _refresh(self) -> list[RemoteLink]:
         """Ask where the units are; return the connections to those that have gone."""

@@ -86,6 +86,13 @@ def test_what_needs_another_unit_does_not_wait(half: Half, use: Callable[..., An
     assert use("read", rows, ["x"])["x"].array.tolist() == [4]
 
 
+def test_who_has_no_time_may_be_the_first_who_asks(half: Half) -> None:
+    half.stopped.go_on()
+    with TransferQueue.open(half.url, timeout=PATIENCE) as queue:
+        rows = [queue.table("t").put({"x": [at]}, timeout=0) for at in range(2)]
+        assert queue.table("t").read(np.concatenate(rows), ["x"])["x"].array.tolist() == [0, 1]
+
+
 def test_what_needs_it_says_so(half: Half, use: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (client, aio):
         monkeypatch.setattr(module, "TIMEOUT", 0.5)
