@@ -385,17 +385,17 @@ class Depot:
             then()
 
     def _send_copies(self, table: str, copies: "list[_Copy]", then: Callable[[], None]) -> None:
-        try:
-            for unit, rows, batch, places in copies:
+        for unit, rows, batch, places in copies:
+            try:
                 load = Load(self._shape(table), int(rows.max()) + 1, wire.pack(rows), wire.pack(places), copy=True)
                 self._mirror(unit).send(load, batch).result(_PATIENCE)
                 mirrored = Mirrored(table, wire.pack(rows), list(batch.names), unit)
                 self._upstream.send(mirrored).result(_PATIENCE)
-        except StorageError as error:
-            log.warning("a copy of rows of table %r was not made: %s", table, error)
-        except Exception:
-            # A border: the client that waits for the copies must be answered.
-            log.exception("a copy of rows of table %r was not made", table)
+            except Exception as error:
+                # A border: the client that waits for the copies must be answered.
+                known = isinstance(error, StorageError)
+                log.warning("a copy of rows of table %r was not made: %s", table, error, exc_info=not known)
+                self._upstream.send(Mirrored(table, wire.pack(rows), [], unit))
         then()
 
     def _shape(self, table: str) -> Shape:

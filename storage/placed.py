@@ -155,7 +155,7 @@ class PlacedStore(Store):
             return rows
         living = rows[self.ledger.alive(rows)]
         cells = self.ledger.written(living) & self.schema.mask(arrival.request.columns)
-        bare = cells & ~self.placement.copied(living) != 0
+        bare = (cells & ~self.placement.copied(living) != 0) & (self.placement.mirrors(living) != 0)
         if np.any(bare & (self.placement.at(living) != arrival.unit)):
             raise UnitLost(f"table {self.name!r}: {listed(living[bare])} of a put that comes again have no copy yet")
         return rows
@@ -196,13 +196,17 @@ class PlacedStore(Store):
         return Entered(places_of(self.placement.mirrors(rows)))
 
     def mirrored(self, told: Mirrored) -> None:
-        """Hear that there is a copy of rows; of those that have gone meanwhile, it goes too."""
+        """Hear that there is a copy of rows, or none; of those that have gone meanwhile, it goes too."""
         rows = wire.unpack(told.rows)
         living = self.ledger.alive(rows)
         living[living] = self.placement.mirrors(rows[living]) == told.unit
-        self.placement.copy(rows[living], self.schema.mask(told.columns))
-        if not living.all():
-            self._units.free(told.unit, Free(self.name, wire.pack(rows[~living]), self.ledger.base))
+        if told.columns:
+            self.placement.copy(rows[living], self.schema.mask(told.columns))
+            rows = rows[~living]
+        else:  # not asked of the same unit again and again, but when the next one joins
+            self.placement.mirror(rows[living], 0)
+        if len(rows):
+            self._units.free(told.unit, Free(self.name, wire.pack(rows), self.ledger.base))
 
     def watch(self, trait: Trait) -> Int64s:
         """Keep a trait from now on, and return the rows of which it is not known."""

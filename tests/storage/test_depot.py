@@ -23,6 +23,7 @@ from asyncflow.storage.link import EmbeddedLink
 from asyncflow.storage.moving import restore
 from asyncflow.storage.orders import Attach, Stage
 from asyncflow.storage.units import Units
+from tests.storage import mortals
 
 COLUMNS = {"prompt": "list<int64>", "answer": "string", "score": "float32"}
 
@@ -434,6 +435,21 @@ def test_a_row_outlives_a_write_that_has_no_copy_yet(tmp_path):
         write.result(30)
         assert table.read(rows, ["answer"])["answer"].strings() == ["a", "b"]
         assert table.ledger().dropped == {}
+
+
+def test_a_copy_that_was_refused_is_made_when_a_unit_joins(tmp_path):
+    with placed(tmp_path, 2) as (queue, depots, controller):
+        table, store = queue.create_table("t", Schema(COLUMNS), replicas=2), controller._desks["t"].store
+        queue._link._roster.best = 1
+        depots[1]._failure = StorageError("no room")
+        rows = table.put(prompts(50, 60))
+        depots[1]._failure = None
+        mortals.until(lambda: np.all(store.placement.mirrors(rows) == 0))
+        other = Depot(queue.url, f"ipc://{tmp_path}/other", 30)
+        copied(controller, table)
+        without(controller, depots[0])
+        assert table.read(rows, ["prompt"])["prompt"].lengths.tolist() == [50, 60]
+        other.close()
 
 
 async def put_in_a_loop(queue, cells):
