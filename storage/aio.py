@@ -24,7 +24,7 @@ from asyncflow.errors import StorageError, UnitLost, WaitTimeout
 from asyncflow.storage import client, wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.client import DISK_TIMEOUT, TIMEOUT, RowList
-from asyncflow.storage.link import GRACE, Pending, pauses
+from asyncflow.storage.link import Pending, pauses
 from asyncflow.storage.schema import Schema
 from asyncflow.storage.status import Counts, QueueStatus, TableStatus
 from asyncflow.types import Int64s
@@ -79,7 +79,7 @@ async def answered(pending: Pending, timeout: float, surplus: Callable[[], None]
         await asyncio.wait({arrived}, timeout=timeout)
         if not arrived.done():
             pending.cancel()
-            await asyncio.wait({arrived}, timeout=GRACE)
+            await asyncio.wait({arrived}, timeout=pending.grace)
         if not arrived.done():
             raise WaitTimeout(f"{pending.peer} did not answer within {timeout:g} s")
     except (asyncio.CancelledError, WaitTimeout):
@@ -93,12 +93,16 @@ async def answered(pending: Pending, timeout: float, surplus: Callable[[], None]
 
 async def _lasting(send: Callable[[], Pending], timeout: float) -> tuple[wire.Reply, Batch | None]:
     """Send a request, and again if the storage unit that it went to is lost: it has its effect once."""
-    deadline = time.monotonic() + timeout
+    deadline, lost = time.monotonic() + timeout, None
     for pause in pauses(timeout):
-        with suppress(UnitLost):
+        try:
             return (await answered(send(), max(deadline - time.monotonic(), 0))).result(0)
+        except UnitLost as error:
+            lost = error.args
         await asyncio.sleep(pause)
-    return (await answered(send(), 0)).result(0)
+    if lost is not None:
+        raise UnitLost(*lost)
+    return (await answered(send(), timeout)).result(0)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, arrived: "asyncio.Future[None]") -> None:
@@ -214,7 +218,7 @@ class AsyncStream:
         """Return the next batch, or None when nothing can come any more."""
         stream = await self._opened()
         pending = stream.ask()
-        await answered(pending, timeout, lambda: _give_back(self._table, stream, pending))
+        await answered(pending, timeout, partial(stream.give_back, pending))
         lease = stream.lease(pending.result(0))
         return None if lease is None else AsyncLease(lease, self._table)
 
@@ -274,10 +278,3 @@ class AsyncLease:
 
     async def _tell(self, request: wire.Request) -> None:
         (await answered(self._table.link.send(request), TIMEOUT)).result(0)
-
-
-def _give_back(table: client.Table, stream: client.Stream, pending: Pending) -> None:
-    with suppress(StorageError):
-        lease = stream.lease(pending.result(0))
-        if lease is not None:
-            table.link.send(wire.Release(table.name, lease.id))

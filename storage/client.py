@@ -14,14 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.errors import SchemaError, StorageError, UnitLost, WireError
+from asyncflow.errors import SchemaError, StorageError, UnitLost, WaitTimeout, WireError
 from asyncflow.storage import snapshot, wire
 from asyncflow.storage.batch import Batch, ColumnData
 from asyncflow.storage.controller import Controller
@@ -410,11 +410,17 @@ class Stream:
         """Return the next batch, or None when nothing can come any more.
 
         The end is told when the table is sealed and the task has no row left to be ready, nor any that is
-        leased elsewhere and might come back.
+        leased elsewhere and might come back. A batch that comes after a WaitTimeout is given back.
         """
         pending = self.ask()
         try:
             return self.lease(pending.result(timeout))
+        except WaitTimeout:
+            if not pending.failed:
+                # Not by whoever brings the answer: nothing may be asked there.
+                late = Thread(target=self.give_back, args=(pending,), name="asyncflow-surplus", daemon=True)
+                pending.then(late.start)
+            raise
         except StorageError:
             raise
         except BaseException:
@@ -437,6 +443,13 @@ class Stream:
         if isinstance(reply, wire.End):
             return None
         return Lease(self._link, self._table, _expected(reply, wire.Leased), _present(batch))
+
+    def give_back(self, pending: Pending) -> None:
+        """Give back, attempt not counted, a batch that has come when nobody waited for it any more."""
+        with suppress(StorageError):
+            lease = self.lease(pending.result(0))
+            if lease is not None:
+                self._link.send(wire.Release(self._table, lease.id))
 
     def __iter__(self) -> "Iterator[Lease]":
         while (lease := self.next()) is not None:
@@ -502,12 +515,16 @@ def _call(
 
 def _lasting(send: Callable[[], Pending], timeout: float) -> tuple[wire.Reply, Batch | None]:
     """Send a request, and again if the storage unit that it went to is lost: it has its effect once."""
-    deadline = time.monotonic() + timeout
+    deadline, lost = time.monotonic() + timeout, None
     for pause in pauses(timeout):
-        with suppress(UnitLost):
+        try:
             return send().result(max(deadline - time.monotonic(), 0))
+        except UnitLost as error:
+            lost = error.args
         time.sleep(pause)
-    return send().result(0)
+    if lost is not None:
+        raise UnitLost(*lost)
+    return send().result(timeout)
 
 
 def put_rows(answer: tuple[wire.Reply, Batch | None]) -> Int64s:

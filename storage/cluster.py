@@ -1,7 +1,8 @@
 """The link of a client to a queue with storage units: control messages go to the controller, cells to the units.
 
 To its users it is a link like any other. A put is one request, to a unit; a get two, to the controller and to the
-units that hold its rows; a write of rows whose places are not known asks for them first.
+units that hold its rows; a write of rows whose places are not known asks for them first. What goes to a unit that
+there is no connection to yet waits for that, and holds up nothing else.
 """
 
 import secrets
@@ -29,10 +30,11 @@ from asyncflow.storage import wire
 from asyncflow.storage.arena import Writer
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.keys import Folder
-from asyncflow.storage.link import AGAIN, AGAIN_AT_MOST, GRACE, Pending
+from asyncflow.storage.link import AGAIN, AGAIN_AT_MOST, GRACE, SLACK, Pending
 from asyncflow.storage.memory import keep
-from asyncflow.storage.orders import AskUnits, Fetch, Locate, Measured, Note, Placed, Places, Stage, UnitList, Watch
+from asyncflow.storage.orders import Fetch, Locate, Measured, Note, Placed, Places, Stage, Watch
 from asyncflow.storage.remote import RemoteLink
+from asyncflow.storage.roster import Roster, Visit
 from asyncflow.storage.spec import Trait
 from asyncflow.storage.ticket import Outcome
 from asyncflow.storage.traits import measure
@@ -50,26 +52,26 @@ class Steps(Pending):
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
         self._lock = threading.Lock()
-        self._steps: list[Pending] = []
+        self._steps: list[Callable[[], None]] = []
         self.cancelled = False
         self.pause = AGAIN
         """Seconds until it is asked again, if it must be."""
         self.cancel = self._cancel
 
-    def step(self, asked: Pending) -> None:
-        """Hear of a request that is one of them."""
+    def step(self, cancel: Callable[[], None]) -> None:
+        """Hear how one of them is cancelled."""
         with self._lock:
-            self._steps.append(asked)
+            self._steps.append(cancel)
             late = self.cancelled
         if late:
-            asked.cancel()
+            cancel()
 
     def _cancel(self) -> None:
         with self._lock:
             self.cancelled = True
             steps = list(self._steps)
-        for each in steps:
-            each.cancel()
+        for cancel in steps:
+            cancel()
 
 
 class Scattered:
@@ -95,8 +97,6 @@ class ClusterLink:
         self._control, self._timeout, self._keys = control, timeout, keys
         self._encrypt_bulk = encrypt_bulk
         self._lock = threading.Lock()
-        self._units: dict[int, RemoteLink] = {}
-        self._best = 0
         self._tables: dict[int, str] = {}
         """The table of each stream."""
         self._leases: OrderedDict[int, tuple[Int64s, Places]] = OrderedDict()
@@ -104,9 +104,9 @@ class ClusterLink:
         self._hands = ThreadPoolExecutor(2, "asyncflow-cluster")
         control.attend()
         try:
-            self._refresh()
+            self._roster = Roster(control, timeout, self._connect)
         except StorageError:
-            self.close()
+            control.close()
             raise
 
     # Requests
@@ -131,16 +131,45 @@ class ClusterLink:
         return self._control.send(request, batch)
 
     def _put(self, request: wire.Put, batch: Batch) -> Pending:
-        unit = self._unit()
-        pending = Steps(unit.peer)
+        pending = Steps(self._control.peer)
 
         def hear(outcome: Outcome) -> None:
             if not isinstance(outcome, StorageError) and isinstance(outcome[0], wire.Rows):
-                self._best = outcome[0].unit
-            pending.complete(self._said(unit, outcome))
+                self._roster.best = outcome[0].unit
+            pending.complete(outcome)
 
-        pending.step(unit.ask(request, hear, batch))
+        number = self._roster.next
+        self.ask(pending, number, f"a put to table {request.table!r}", request, hear, batch, anywhere=True)
         return pending
+
+    def ask(
+        self,
+        pending: Steps,
+        number: int,
+        what: str,
+        request: wire.Request,
+        hear: Callable[[Outcome], None],
+        batch: Batch | None = None,
+        *,
+        anywhere: bool = False,
+    ) -> None:
+        """Ask a unit, or any, as a step of something; what has come to it is delivered though it is cancelled."""
+
+        def go(unit: RemoteLink, batch: Batch | None) -> None:
+            pending.peer, pending.grace = f"storage unit {unit.url}, asked for {what},", SLACK
+            asked = unit.ask(request, lambda outcome: hear(self._said(unit, outcome)), batch)
+            if not isinstance(request, Fetch):
+                pending.step(asked.cancel)
+
+        unit = self._roster.link(number)
+        if unit is not None:
+            go(unit, batch)
+            return
+        # Whoever sends it may go on and change it.
+        mine = None if batch is None else batch.copy()
+        visit = Visit(what, lambda unit: go(unit, mine), hear, anywhere=anywhere)
+        pending.step(visit.cancel)
+        self._roster.reach(number, visit)
 
     def _said(self, unit: RemoteLink, outcome: Outcome) -> Outcome:
         """Return an answer of a unit, or that it is lost though the queue is not."""
@@ -156,14 +185,15 @@ class ClusterLink:
                 self._tables[outcome[0].stream] = request.table
             pending.complete(outcome)
 
-        pending.step(self._control.ask(request, hear))
+        pending.step(self._control.ask(request, hear).cancel)
         return pending
 
     # Reading
 
     def _get(self, request: wire.Read | wire.Next, pending: Steps | None = None) -> Steps:
         pending = pending or Steps(self._control.peer)
-        pending.step(self._control.ask(request, partial(self._found, request, pending)))
+        pending.peer, pending.grace = self._control.peer, GRACE
+        pending.step(self._control.ask(request, partial(self._found, request, pending)).cancel)
         return pending
 
     def _found(self, request: wire.Read | wire.Next, pending: Steps, outcome: Outcome) -> None:
@@ -178,21 +208,8 @@ class ClusterLink:
             return
         if isinstance(reply, wire.Leased):
             self._remember(reply, places)
-        fetching = _Fetching(self, request, pending, reply, places)
-        links = [self._units.get(number) for number in places.units]
-        if all(link is not None and link.ended is None for link in links):
-            fetching.start(hold, self._units)
-        else:
-            self._hands.submit(self._fetch_anew, fetching, hold)
-
-    def _fetch_anew(self, fetching: "_Fetching", hold: int) -> None:
-        try:
-            self._refresh()
-            units = {number: self._unit(number) for number in fetching.places.units}
-        except StorageError as error:
-            fetching.failed(error)
-            return
-        fetching.start(hold, units)
+        table = request.table if isinstance(request, wire.Read) else self._tables.get(request.stream)
+        _Fetching(self, request, pending, reply, places).start(hold, f"cells of table {table!r}")
 
     def again(self, request: wire.Next | wire.Read, pending: Steps, reply: wire.Reply) -> None:
         """Give back what could not be fetched, and ask anew, when the controller may have heard of it."""
@@ -234,7 +251,7 @@ class ClusterLink:
             else:
                 self._hands.submit(self._go_on, pending, request, rows, outcome[0].places, mine)
 
-        pending.step(self._control.ask(Locate(request.table, request.rows), go_on))
+        pending.step(self._control.ask(Locate(request.table, request.rows), go_on).cancel)
         return pending
 
     def _go_on(self, pending: Steps, request: wire.Write, rows: Int64s, places: Places, batch: Batch) -> None:
@@ -265,24 +282,17 @@ class ClusterLink:
             mine = np.flatnonzero(at == unit)
             packed = request.rows if len(units) == 1 else wire.pack(rows[mine])
             parts.append((unit, Stage(request.table, packed, write, len(units), request.lease), mine))
-        try:
-            links = {unit: self._unit(unit) for unit in units}
-        except UnitLost:
-            self._forget(request.lease)
-            raise
         # A batch of another length than the rows is left whole, for a unit to say so.
         whole = len(units) == 1 or len(batch) != len(rows)
+        what, hear = f"a write to table {request.table!r}", partial(self._staged, joint, request.lease)
         for unit, stage, mine in parts:
-            link = links[unit]
-            hear = partial(self._staged, joint, link, request.lease)
-            pending.step(link.ask(stage, hear, batch if whole else batch.take(mine)))
+            self.ask(pending, unit, what, stage, hear, batch if whole else batch.take(mine))
         return pending
 
-    def _staged(self, joint: "_Joint", unit: RemoteLink, lease: int | None, outcome: Outcome) -> None:
-        said = self._said(unit, outcome)
-        if isinstance(said, UnitLost):
+    def _staged(self, joint: "_Joint", lease: int | None, outcome: Outcome) -> None:
+        if isinstance(outcome, UnitLost):
             self._forget(lease)
-        joint.hear(said)
+        joint.hear(outcome)
 
     def _forget(self, lease: int | None) -> None:
         """Ask the controller for the places of a lease the next time: its rows may have moved."""
@@ -324,41 +334,14 @@ class ClusterLink:
 
     # Units
 
-    def _refresh(self) -> None:
-        """Connect to the units there are, and let those go that are gone."""
-        reply = self._control.send(AskUnits()).result(self._timeout)[0]
-        if not isinstance(reply, UnitList):
-            raise WireError(f"the answer is {type(reply).__name__}, not the units")
-        with self._lock:
-            for number, unit in list(self._units.items()):
-                if unit.ended is not None or reply.units.get(number) != unit.url:
-                    self._units.pop(number).close()
-            for number, url in reply.units.items():
-                if number not in self._units:
-                    link = self._units[number] = self._connect(url)
-                    link.attend()
-            self._best = reply.next
-
-    def _connect(self, url: str) -> RemoteLink:
-        try:
-            return RemoteLink(url, min(self._timeout, GRACE), self._keys, self._encrypt_bulk)
-        except WaitTimeout as error:  # it may have died so lately that the controller has not heard of it
-            raise UnitLost(*error.args) from error
-
-    def _unit(self, number: int | None = None) -> RemoteLink:
-        """Return the link to a unit, or to that which the next put goes to, connecting first if it is new."""
-        unit = self._units.get(number or self._best)
-        if unit is None or unit.ended is not None:
-            self._refresh()
-            unit = self._units.get(number or self._best)
-        if unit is None:
-            which = f"storage unit {number} has gone" if number else "none of its storage units can be reached"
-            raise UnitLost(f"{self.url}: {which}")
-        return unit
+    def _connect(self, url: str, timeout: float) -> RemoteLink:
+        link = RemoteLink(url, timeout, self._keys, self._encrypt_bulk)
+        link.attend()
+        return link
 
     def writer(self) -> Writer:
         """Return the writer of the unit that the next put goes to."""
-        return self._unit().writer()
+        return self._roster.writer()
 
     @property
     def open(self) -> bool:
@@ -373,8 +356,7 @@ class ClusterLink:
         """Leave; idempotent."""
         self._control.close()
         self._hands.shutdown()
-        for unit in list(self._units.values()):
-            unit.close()
+        self._roster.close()
 
 
 class _Joint:
@@ -408,16 +390,15 @@ class _Fetching:
         places: Places,
     ) -> None:
         self._link, self._request, self._pending, self._reply = link, request, pending, reply
-        self.places = places
+        self._places = places
         self._lock = threading.Lock()
         self._parts: dict[int, Batch] = {}
         self._over = False
 
-    def start(self, hold: int, units: dict[int, RemoteLink]) -> None:
+    def start(self, hold: int, what: str) -> None:
         """Ask the units."""
-        for number in self.places.units:
-            # Not to be cancelled: only waits are, and what is leased already is delivered.
-            units[number].ask(Fetch(hold), partial(self._hear, number))
+        for number in self._places.units:
+            self._link.ask(self._pending, number, what, Fetch(hold), partial(self._hear, number))
 
     def failed(self, error: StorageError) -> None:
         """End with an error, or begin anew where the next lease will do as well."""
@@ -442,10 +423,10 @@ class _Fetching:
             return
         with self._lock:
             self._parts[number] = batch
-            done = len(self._parts) == len(self.places.units) and not self._over
+            done = len(self._parts) == len(self._places.units) and not self._over
         if done:
-            parts = [self._parts[each] for each in self.places.units]
-            whole = parts[0] if len(parts) == 1 else Scattered(parts, np.frombuffer(self.places.at, np.uint8))
+            parts = [self._parts[each] for each in self._places.units]
+            whole = parts[0] if len(parts) == 1 else Scattered(parts, np.frombuffer(self._places.at, np.uint8))
             self._pending.complete((self._reply, whole))
 
 

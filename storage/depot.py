@@ -21,7 +21,7 @@ from asyncflow.storage.arena import Arena
 from asyncflow.storage.batch import Batch
 from asyncflow.storage.intake import Intake, blank, check_write, taken
 from asyncflow.storage.keys import Folder
-from asyncflow.storage.link import Pending
+from asyncflow.storage.link import GRACE, Pending
 from asyncflow.storage.orders import (
     Admit,
     Admitted,
@@ -319,10 +319,12 @@ class Depot:
                 self._admit(ticket, table, intake, reply.traits)
             case Admitted():
                 answer = wire.Rows(reply.rows, reply.unit)
-                copies = []
-                if not reply.known:
-                    rows = wire.unpack(reply.rows)
-                    copies = [(reply.mirror, rows, *part) for part in self._keep(table, intake, rows, reply.groups)]
+                if reply.known:
+                    # After the copies of the rows, which may be under way.
+                    self._copier.submit(ticket.settle, (answer, None))
+                    return
+                rows = wire.unpack(reply.rows)
+                copies = [(reply.mirror, rows, *part) for part in self._keep(table, intake, rows, reply.groups)]
                 self._copied(table, copies, lambda: ticket.settle((answer, None)))
 
     def _keep(self, table: str, intake: Intake, rows: Int64s, groups: bytes) -> list[tuple[Batch, Int64s]]:
@@ -383,17 +385,17 @@ class Depot:
             then()
 
     def _send_copies(self, table: str, copies: "list[_Copy]", then: Callable[[], None]) -> None:
-        try:
-            for unit, rows, batch, places in copies:
+        for unit, rows, batch, places in copies:
+            try:
                 load = Load(self._shape(table), int(rows.max()) + 1, wire.pack(rows), wire.pack(places), copy=True)
                 self._mirror(unit).send(load, batch).result(_PATIENCE)
                 mirrored = Mirrored(table, wire.pack(rows), list(batch.names), unit)
                 self._upstream.send(mirrored).result(_PATIENCE)
-        except StorageError as error:
-            log.warning("a copy of rows of table %r was not made: %s", table, error)
-        except Exception:
-            # A border: the client that waits for the copies must be answered.
-            log.exception("a copy of rows of table %r was not made", table)
+            except Exception as error:
+                # A border: the client that waits for the copies must be answered.
+                known = isinstance(error, StorageError)
+                log.warning("a copy of rows of table %r was not made: %s", table, error, exc_info=not known)
+                self._upstream.send(Mirrored(table, wire.pack(rows), [], unit))
         then()
 
     def _shape(self, table: str) -> Shape:
@@ -407,7 +409,7 @@ class Depot:
             listed = self._upstream.send(AskUnits()).result(_PATIENCE)[0]
             if not isinstance(listed, UnitList) or unit not in listed.units:
                 raise QueueClosed(f"unit {unit} has gone")
-            link = RemoteLink(listed.units[unit], _PATIENCE, self._keys, self._encrypt_bulk)
+            link = RemoteLink(listed.units[unit], GRACE, self._keys, self._encrypt_bulk)
             link.attend()
             self._mirrors[unit] = link
         return link

@@ -30,15 +30,17 @@ AGAIN_AT_MOST = 1.0
 
 # How long the answer to a cancelled request may take before the peer counts as dead.
 GRACE = 10.0
+# The same where another peer does as well, and what is asked again has its effect once.
+SLACK = 1.0
 
 
 class Pending:
     """The answer to a request, once it is there."""
 
-    __slots__ = ("_calls", "_gate", "_outcome", "_unset", "cancel", "peer")
+    __slots__ = ("_calls", "_gate", "_outcome", "_unset", "cancel", "grace", "peer")
 
     def __init__(self, peer: str) -> None:
-        self.peer = peer
+        self.peer, self.grace = peer, GRACE
         # A lock that is opened once: an Event costs ten times as much.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -60,6 +62,11 @@ class Pending:
     def arrived(self) -> bool:
         """Whether the answer is there."""
         return self._outcome is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the answer is there, and an error."""
+        return isinstance(self._outcome, StorageError)
 
     def then(self, call: Callable[[], None]) -> None:
         """Have something called once the answer is there, by whoever brings it: it must not block."""
@@ -83,7 +90,7 @@ class Pending:
         """Wait for the answer and return it, or raise the error that it is."""
         if not self.wait(timeout):
             self.cancel()
-            if not self.wait(GRACE):
+            if not self.wait(self.grace):
                 raise WaitTimeout(f"{self.peer} did not answer within {timeout:g} s")
         outcome = self._outcome
         if isinstance(outcome, StorageError):

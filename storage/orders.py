@@ -94,7 +94,7 @@ class Spilled(Message, tag="spilled"):
 
 
 class Mirrored(Message, tag="mirrored"):
-    """Another unit, too, has these columns of rows of this one."""
+    """Another unit, too, has these columns of rows of this one; none, if it has refused them."""
 
     table: str
     rows: bytes

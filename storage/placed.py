@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.errors import ColumnMissing, SchemaError, StorageError
+from asyncflow.errors import ColumnMissing, SchemaError, StorageError, UnitLost
 from asyncflow.storage import wire
 from asyncflow.storage.intake import check_groups
 from asyncflow.storage.ledger import listed
@@ -126,7 +126,7 @@ class PlacedStore(Store):
         """Admit the rows of a put; the same put again only returns them."""
         request = arrival.request
         if arrival.id in self._puts:
-            return Admitted(wire.pack(self._puts[arrival.id]), b"", True, self._units.best())
+            return Admitted(wire.pack(self._admitted(arrival)), b"", True, self._units.best())
         lacking = self._unknown(request.columns, request.traits)
         if lacking:
             return Lacking(lacking)
@@ -142,6 +142,23 @@ class PlacedStore(Store):
         self.ledger.admit(len(rows), np.repeat(groups, request.repeat), self.schema.mask(request.columns))
         self._remember(arrival.id, rows)
         return Admitted(wire.pack(rows), wire.pack(groups), False, self._units.best(), mirror)
+
+    def _admitted(self, arrival: Arriving) -> Int64s:
+        """Return the rows of a put that comes again.
+
+        Where each row is on two units, its copy may be under way still, and die with the unit that sends it: then the
+        rows go, and the put is to bring them anew. So it must be asked again, but by a unit that has the rows, which
+        answers after its copies.
+        """
+        rows = self._puts[arrival.id]
+        if self.limits.replicas == 1:
+            return rows
+        living = rows[self.ledger.alive(rows)]
+        cells = self.ledger.written(living) & self.schema.mask(arrival.request.columns)
+        bare = (cells & ~self.placement.copied(living) != 0) & (self.placement.mirrors(living) != 0)
+        if np.any(bare & (self.placement.at(living) != arrival.unit)):
+            raise UnitLost(f"table {self.name!r}: {listed(living[bare])} of a put that comes again have no copy yet")
+        return rows
 
     def _other(self, unit: int) -> int:
         """Return the unit that is to have a copy of rows of another one."""
@@ -179,13 +196,17 @@ class PlacedStore(Store):
         return Entered(places_of(self.placement.mirrors(rows)))
 
     def mirrored(self, told: Mirrored) -> None:
-        """Hear that there is a copy of rows; of those that have gone meanwhile, it goes too."""
+        """Hear that there is a copy of rows, or none; of those that have gone meanwhile, it goes too."""
         rows = wire.unpack(told.rows)
         living = self.ledger.alive(rows)
         living[living] = self.placement.mirrors(rows[living]) == told.unit
-        self.placement.copy(rows[living], self.schema.mask(told.columns))
-        if not living.all():
-            self._units.free(told.unit, Free(self.name, wire.pack(rows[~living]), self.ledger.base))
+        if told.columns:
+            self.placement.copy(rows[living], self.schema.mask(told.columns))
+            rows = rows[~living]
+        else:  # not asked of the same unit again and again, but when the next one joins
+            self.placement.mirror(rows[living], 0)
+        if len(rows):
+            self._units.free(told.unit, Free(self.name, wire.pack(rows), self.ledger.base))
 
     def watch(self, trait: Trait) -> Int64s:
         """Keep a trait from now on, and return the rows of which it is not known."""

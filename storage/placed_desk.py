@@ -88,8 +88,8 @@ class PlacedDesk(Desk):
     def written(self, ticket: Ticket, part: Written) -> Outcome | None:
         """Take one part of a write; the last one makes all of them visible."""
         unit, rows = self._units.number(ticket.session), wire.unpack(part.rows)
+        self._forget()
         parts = self._writes.setdefault(part.write_id, _Parts())
-        parts.tickets = [each for each in parts.tickets if each[0].open]
         parts.tickets.append((ticket, part, rows, unit))
         if len(parts.tickets) < part.parts:
             return None
@@ -100,6 +100,12 @@ class PlacedDesk(Desk):
             for each, *_ in parts.tickets:
                 each.settle(type(error)(*error.args))
         return None
+
+    def _forget(self) -> None:
+        """Forget parts, and writes, that nobody waits for any more."""
+        for parts in self._writes.values():
+            parts.tickets = [each for each in parts.tickets if each[0].open]
+        self._writes = {name: parts for name, parts in self._writes.items() if parts.tickets}
 
     def _enter(self, parts: _Parts, lease: int | None) -> None:
         if lease is not None:
@@ -142,6 +148,7 @@ class PlacedDesk(Desk):
         """End a session, and what a unit of it would have written."""
         for parts in self._writes.values():
             parts.tickets = [each for each in parts.tickets if each[0].session != session]
+        self._forget()
         return super().leave(session, lost)
 
     def lose(self, unit: int) -> None:

@@ -23,12 +23,15 @@ from asyncflow.storage.batch import Batch
 from asyncflow.storage.connection import Connection
 from asyncflow.storage.ferry import Ferry, Landed, Shipped, Trip, fetchable
 from asyncflow.storage.keys import Folder, chosen
-from asyncflow.storage.link import GRACE, Heard, Pending
+from asyncflow.storage.link import GRACE, SLACK, Heard, Pending
 from asyncflow.storage.memory import ClientMemory, laid
 from asyncflow.storage.server import LINGER_MS, MAX_GRANT
 from asyncflow.storage.ticket import Outcome
 
 log = logging.getLogger(__name__)
+
+# Bytes of a segment that the slowest of hosts makes in a second.
+_FAULTED = 1e8
 
 
 class Awaited(Pending):
@@ -261,13 +264,13 @@ class RemoteLink:
             self._unused.extend(left)
             return None
         pending = self.send(wire.Grant(nbytes, left))
-        try:
-            segment = _segment(pending.result(GRACE)[0])
-            return None if segment is None else self._window.slab(segment, writable=True)
-        except StorageError:
-            # What is sent goes over the socket then; a segment that is there after all is left with the next grant.
-            pending.then(lambda: self._leave(pending))
-            return None
+        with suppress(StorageError):
+            if pending.wait(min(GRACE, SLACK + nbytes / _FAULTED)):
+                segment = _segment(pending.result(0)[0])
+                return None if segment is None else self._window.slab(segment, writable=True)
+        # What is sent goes over the socket then; a segment that is there after all is left with the next grant.
+        pending.then(lambda: self._leave(pending))
+        return None
 
     def _leave(self, pending: Pending) -> None:
         with suppress(StorageError):

@@ -127,6 +127,14 @@ class Mortal:
         """Kill it, wherever it just is."""
         signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
+    def stop(self) -> None:
+        """Have it do nothing, as if its host hung."""
+        signal.pidfd_send_signal(self._process, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Have it go on after a stop."""
+        signal.pidfd_send_signal(self._process, signal.SIGCONT)
+
     def rest(self) -> list[Any]:
         """Wait for its end, and return what it had said until then."""
         said = [json.loads(line) for line in self._said if line.endswith("\n")]

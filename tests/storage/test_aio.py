@@ -3,13 +3,17 @@
 import asyncio
 import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 from asyncflow.errors import QueueClosed, SchemaError, WaitTimeout
-from asyncflow.storage import Schema, TransferQueue, aio, wire
-from asyncflow.storage.link import Pending
+from asyncflow.storage import Schema, TransferQueue, aio, cluster, link, wire
+from asyncflow.storage.controller import Controller
+from asyncflow.storage.depot import Depot
+from asyncflow.storage.link import EmbeddedLink, Pending
+from asyncflow.storage.units import Units
 
 SCHEMA = Schema({"x": "int64", "y": "int64"})
 
@@ -166,6 +170,41 @@ def test_an_answer_after_a_cancelled_wait_is_handed_on_also_when_the_loop_is_ove
     assert not handed.is_set()
     pending.complete((wire.Ok(), None))
     assert handed.wait(30)
+
+
+@pytest.fixture(params=[0, 1])
+def served(request, address):
+    """A queue of so many units, and its controller, by whose lock nothing is answered."""
+    controller = Controller(units=Units() if request.param else None)
+    with ExitStack() as stack:
+        url = stack.enter_context(TransferQueue(EmbeddedLink(controller))).serve(address)
+        for number in range(request.param):
+            stack.callback(Depot(url, f"{address}.{number}", 30).close)
+        yield stack.enter_context(TransferQueue.open(url)), controller
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_batch_that_comes_when_nobody_waits_is_given_back(served, kind, monkeypatch):
+    for module in (link, cluster):
+        monkeypatch.setattr(module, "GRACE", 0.05)
+    queue, controller = served
+    table = queue.create_table("t", SCHEMA)
+    table.task("use", ["x"])
+    table.put({"x": [1]})
+
+    async def main():
+        stream = (await aio.AsyncQueue(queue).table("t")).stream("use", rows=1)
+        await stream.__aenter__()
+        with controller._lock:
+            await stream.next(0.05)
+
+    def wait(stream):
+        with controller._lock:
+            stream.next(0.05)
+
+    with pytest.raises(WaitTimeout, match="did not answer"):
+        asyncio.run(main()) if kind == "asyncio" else wait(table.stream("use", rows=1))
+    assert table.stream("use", rows=1).next(20).attempt == 1
 
 
 def test_those_who_ask_a_stream_at_once_open_it_once(both):

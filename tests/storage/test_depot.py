@@ -1,20 +1,21 @@
 """A queue whose cells are on several storage units: threads where nothing dies, processes where something does."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from asyncflow.errors import CellConflict, QueueClosed, SchemaError, StorageError
-from asyncflow.storage import Schema, TransferQueue, wire
+from asyncflow.errors import CellConflict, QueueClosed, SchemaError, StorageError, WaitTimeout
+from asyncflow.storage import Schema, TransferQueue, aio, wire
 from asyncflow.storage.controller import Controller
 from asyncflow.storage.depot import Depot
 from asyncflow.storage.host import Host
@@ -22,6 +23,7 @@ from asyncflow.storage.link import EmbeddedLink
 from asyncflow.storage.moving import restore
 from asyncflow.storage.orders import Attach, Stage
 from asyncflow.storage.units import Units
+from tests.storage import mortals
 
 COLUMNS = {"prompt": "list<int64>", "answer": "string", "score": "float32"}
 
@@ -120,6 +122,20 @@ def test_a_snapshot_comes_back_on_another_number_of_units(tmp_path, count):
         assert table.put(prompts(1)).tolist() == [len(rows)]
         table.drop(table.find().rows, "over")
         assert table.status().bytes == 0
+
+
+def test_a_write_that_was_taken_back_is_forgotten(tmp_path):
+    with placed(tmp_path, 1) as (queue, _, controller):
+        table, desk = queue.create_table("t", Schema(COLUMNS)), controller._desks["t"]
+        rows, cells = wire.pack(table.put(prompts(5))), table._batch({"answer": ["x"]})
+        unit = queue._link._roster.link(1)
+        half = unit.send(Stage("t", rows, b"half", 2), cells)
+        while not desk._writes:
+            time.sleep(0.005)
+        with pytest.raises(WaitTimeout):
+            half.result(0)
+        unit.send(Stage("t", rows, b"whole", 1), cells).result(30)
+        assert desk._writes == {}
 
 
 def test_only_units_speak_for_units(tmp_path):
@@ -419,6 +435,52 @@ def test_a_row_outlives_a_write_that_has_no_copy_yet(tmp_path):
         write.result(30)
         assert table.read(rows, ["answer"])["answer"].strings() == ["a", "b"]
         assert table.ledger().dropped == {}
+
+
+def test_a_copy_that_was_refused_is_made_when_a_unit_joins(tmp_path):
+    with placed(tmp_path, 2) as (queue, depots, controller):
+        table, store = queue.create_table("t", Schema(COLUMNS), replicas=2), controller._desks["t"].store
+        queue._link._roster.best = 1
+        depots[1]._failure = StorageError("no room")
+        rows = table.put(prompts(50, 60))
+        depots[1]._failure = None
+        mortals.until(lambda: np.all(store.placement.mirrors(rows) == 0))
+        other = Depot(queue.url, f"ipc://{tmp_path}/other", 30)
+        copied(controller, table)
+        without(controller, depots[0])
+        assert table.read(rows, ["prompt"])["prompt"].lengths.tolist() == [50, 60]
+        other.close()
+
+
+async def put_in_a_loop(queue, cells):
+    return await (await aio.AsyncQueue(queue).table("t")).put(cells)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+@pytest.mark.parametrize("again", ["holder", "other"])
+def test_a_put_that_comes_again_is_answered_when_it_has_its_copy(tmp_path, kind, again):
+    goes_on, cells = threading.Event(), prompts(50, 60)
+    with placed(tmp_path, 2) as (queue, depots, controller), ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        stack.callback(goes_on.set)
+        table, roster = queue.create_table("t", Schema(COLUMNS), replicas=2), queue._link._roster
+        for depot in depots:
+            depot._copier.submit(goes_on.wait)
+        blocking = kind == "blocking"
+        put = pool.submit(table.put, cells) if blocking else pool.submit(asyncio.run, put_in_a_loop(queue, cells))
+        while not len(rows := table.find().rows):
+            time.sleep(0.005)
+        gone = holder(depots, controller, table, rows[0])
+        number = next(number for number, url in controller.units.urls.items() if url == gone.url)
+        roster.best = number if again == "holder" else 3 - number
+        roster.link(number).close()
+        assert not wait([put], 0.5).done
+        if again == "other":
+            gone._upstream.close()
+            goes_on.set()
+            without(controller, gone)
+        goes_on.set()
+        assert table.read(put.result(30), ["prompt"])["prompt"].lengths.tolist() == [50, 60]
+        assert (len(table.find()), len(queue.status().units)) == (2, 2 if again == "holder" else 1)
 
 
 def test_half_a_copy_is_none(tmp_path):

@@ -372,7 +372,7 @@ class PlacedMachine(QueueMachine):
         number = next(each for each, url in self.units.urls.items() if url == depot.url)
         lost = set(self.controller._desks["t"].store.placement.on(number).tolist()) & set(self.rows)
         depot.close()
-        while number in self.units.urls or self.queue._link._units[number].ended is None:
+        while number in self.units.urls or self.queue._link._roster.link(number) is not None:
             time.sleep(0.001)
         for row in lost if self.replicas == 1 else ():
             self.lose(row, LOST)
