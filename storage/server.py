@@ -368,7 +368,7 @@ def _frames(number: int, outcome: Outcome, memory: Memory | None) -> list[wire.B
 
 def readable(socket: "zmq.Socket[bytes]") -> bool:
     """Whether there is a message to read; after a no, and only then, the descriptor tells of the next one."""
-    return bool(socket.get(_EVENTS) & _POLLIN)
+    return bool(int(socket.get(_EVENTS)) & _POLLIN)
 
 
 def _fault(error: Exception) -> StorageError:
