@@ -104,6 +104,7 @@ class Train:
         self._context, self._trainer = context, Trainer.of(context)
         self._step, self._compared = _done(context, "step"), False
         self._held: list[Batch] = []
+        self._stale: list[tuple[int, Int64s]] = []
         self._trained: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
         train = context.config.train
         self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
@@ -126,6 +127,7 @@ class Train:
         """Return rows as they may be trained by the version at hand, and the positions that leave, with a reason."""
         config, version = self._context.config, self._trainer.engine.version
         verdict = gate(batch["versions"], batch["response_mask"], version, config.staleness, config.on_stale)
+        self._stale.append((verdict.tokens, batch["response_tokens"].lengths[verdict.stale]))
         if config.phased or config.on_stale == "wait":
             check(batch["row"].array, verdict.ages, config.staleness)
         if config.on_stale not in ("drop", "requeue") or not verdict.stale.size:
@@ -156,7 +158,17 @@ class Train:
         groups = tuple(np.unique(batch["group_id"].array).tolist())
         self._trained.append(groups)
         yield Done(version)
-        self._context.emit(Stepped("train", version, {**made, **describe(batch, ages)}, groups))
+        self._context.emit(Stepped("train", version, {**made, **describe(batch, ages), **self._let_go()}, groups))
+
+    def _let_go(self) -> dict[str, float]:
+        """Say what was too old since the last step, and how long those responses were: what a policy prefers."""
+        lengths = np.concatenate([lengths for _, lengths in self._stale])
+        tokens = sum(tokens for tokens, _ in self._stale)
+        self._stale.clear()
+        if self._context.config.phased:
+            return {}
+        mean = float(lengths.mean()) if lengths.size else 0.0
+        return {"stale_rows": float(lengths.size), "stale_tokens": float(tokens), "stale_response_tokens_mean": mean}
 
     def command(self, command: Command) -> None:
         """Publish the weights, or write a checkpoint."""

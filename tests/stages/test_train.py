@@ -83,6 +83,8 @@ def test_mask_keeps_the_row_without_its_stale_tokens(tmp_path):
     made = [event.metrics for event in events if isinstance(event, Stepped)]
     assert [metrics["staleness_max"] for metrics in made] == [0, 1, 0]
     assert made[2]["trained_tokens"] == 2 + 4
+    assert (made[2]["stale_rows"], made[2]["stale_tokens"], made[2]["stale_response_tokens_mean"]) == (2, 2, 2)
+    assert made[1]["stale_rows"] == 0
     assert left["trained_by"].array.tolist() == [1] * 4 + [2] * 4 + [3] * 4
     assert left["staleness"].array.tolist() == [0] * 4 + [1] * 4 + [0] * 4
 

@@ -273,7 +273,7 @@ def test_rows_wait_for_a_unit_where_the_last_one_has_died(tmp_path):
         while queue.status().units:
             time.sleep(0.01)
         with pytest.raises(QueueClosed, match="none of its storage units can be reached"):
-            table.put(prompts(1))
+            table.put(prompts(1), timeout=2)
         other = Depot(queue.url, f"ipc://{tmp_path}/other", 30)
         lease = table.stream("source", rows=2).next()
         produced(table, lease.rows, lease)
