@@ -33,6 +33,17 @@ class Stopped(AsyncflowError):
 
 
 @dataclass(slots=True)
+class Ended:
+    """Ids of groups by how they have ended."""
+
+    lost: list[int] = field(default_factory=list)
+    """All of their rows were dropped."""
+    requeued: list[int] = field(default_factory=list)
+    """The same, and they are to be generated anew."""
+    trained: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Board:
     """State of a run as its events tell it; read it in the condition of a `wait`."""
 
@@ -54,8 +65,8 @@ class Board:
     """Rows of the train table that were trained."""
     discarded: int = 0
     """Rows of the train table that the trainer let go."""
-    ended: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
-    """Groups of the train table that were lost, are to be generated anew, and were trained, since they were cleared."""
+    ended: Ended = field(default_factory=Ended)
+    """Groups of the train table that have ended since they were last asked for."""
     rewards: list[Float64s] = field(default_factory=list)
     """Held-out rewards since `rewards` was last cleared."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -105,6 +116,12 @@ class Board:
         """Raise what would end a wait: ReplicaFailed or Stopped."""
         self.wait(lambda: True, 0.0, str)
 
+    def take_ended(self) -> Ended:
+        """Return the groups that have ended since this was last called."""
+        with self.changed:
+            ended, self.ended = self.ended, Ended()
+        return ended
+
     def behind(self, version: Version) -> list[str]:
         """Engines that do not use this version yet."""
         return [name for name in self.engines if self.applied.get(name, -1) < version]
@@ -121,11 +138,11 @@ class Board:
                 self.published = max(self.published, version)
             case Applied(version):
                 self.applied[replica] = version
-            case Stepped(table, _, metrics, groups):
+            case Stepped(table, _, _, groups, rows):
                 self.steps[table] += 1
                 if table == "train":
-                    self.trained += int(metrics.get("rows", 0))
-                    self.ended[2].extend(groups)
+                    self.trained += rows
+                    self.ended.trained.extend(groups)
             case Worked("train", stage, _, rows):
                 self.served[stage] += rows
                 if stage == "train":
@@ -141,11 +158,14 @@ class Board:
         self.dropped[event.table] += len(event.groups)
         if event.table != "train":
             return
-        self.discarded += len(event.groups) if event.stage == "train" else 0
+        if event.stage == "train":
+            self.discarded += len(event.groups)
         for group in event.groups:
             self._losses[group] += 1
             if self._losses[group] == self.group_size:
-                again = event.reason == REQUEUED
-                self.lost += not again
-                self.ended[again].append(group)
+                if event.reason == REQUEUED:
+                    self.ended.requeued.append(group)
+                else:
+                    self.lost += 1
+                    self.ended.lost.append(group)
                 del self._losses[group]

@@ -202,7 +202,11 @@ class Conductor:
 
     @contextmanager
     def _one_version(self) -> Iterator[Version]:
-        """Have every engine use the newest weights, and keep to them meanwhile, whatever the trainer publishes."""
+        """Have every engine use the newest weights, and keep to them meanwhile, whatever the trainer publishes.
+
+        What is published at the same time is told of here or there, and `_apply` sends each version once: so the
+        version that is waited for is sent, and after it none until this ends.
+        """
         with self.board.changed:
             self._held_back, version = True, self.board.published
         try:
@@ -245,33 +249,30 @@ class Conductor:
         self._training_since = time.monotonic()
         steps = config.train.steps - self.steps_before
         control = StalenessController(config.prompts_per_step, steps, config.staleness, first, config.run_ahead)
-        self._between_steps(first, first)
+        self._between_steps(first, 0)
         done = 0
         while done < steps:
             self._fill(control)
             self._wait_for_news(control, done)
             self._hear(control)
-            self._guard(control, done)
+            self._guard(done)
             while done < board.logged:
                 done += 1
                 if config.staleness == 0:
                     self._wait_applied(first + done)
-                self._between_steps(first + done, first)
-            control.trained(self._served(first + done))
+                self._between_steps(first, done)
+            control.advance(self._pace(first + done))
         self._drain()
 
     def _hear(self, control: StalenessController) -> None:
         """Take over which groups were lost or trained."""
-        with self.board.changed:
-            lost, requeued, trained = (each.copy() for each in self.board.ended)
-            for each in self.board.ended:
-                each.clear()
-        self._draws.lose(lost)
-        self._draws.requeue(requeued)
-        self._draws.train(trained)
-        control.give_back(len(lost) + len(requeued))
+        ended = self.board.take_ended()
+        self._draws.lose(ended.lost)
+        self._draws.requeue(ended.requeued)
+        self._draws.train(ended.trained)
+        control.give_back(len(ended.lost) + len(ended.requeued))
 
-    def _served(self, trained: Version) -> Version:
+    def _pace(self, trained: Version) -> Version:
         """Return the version that admission counts by: what the slowest engine uses, where nothing may be too old."""
         if self.config.staleness > 0 and self.config.on_stale != "wait":
             return trained
@@ -279,7 +280,7 @@ class Conductor:
         return min(trained, *(board.applied.get(name, -1) for name in board.engines))
 
     def _finished(self) -> int:
-        """Groups that are scored and not trained, about."""
+        """Groups that are scored and not trained: fewer for a while where rows were lost after they were scored."""
         board = self.board
         unused = board.served["advantage"] - board.trained - board.discarded
         return max(0, unused // self.config.train.group_size)
@@ -290,8 +291,9 @@ class Conductor:
         self._wait(
             lambda: (
                 board.logged > done
-                or any(board.ended[:2])
-                or self._served(control.first + done) > control.version
+                or board.ended.lost
+                or board.ended.requeued
+                or self._pace(control.first + done) > control.version
                 or control.room(self._finished()) > 0
             ),
             self.config.executor.wait_timeout,
@@ -300,14 +302,17 @@ class Conductor:
 
     def _drain(self) -> None:
         """Let every stage finish with the rows that are trained: nothing of them is done again after a checkpoint."""
-        board = self.board
-        sinks = [stage.name for stage in self.plan.tables["train"].stages if stage.build]
-        # In phases all rows that were admitted are trained; otherwise some are ahead, and are done again.
-        rows = self._tables["train"].ledger().admitted if self.config.phased else board.trained
-        if not self.config.phased:
-            sinks = self._sinks()
+        board, phased = self.board, self.config.phased
+        names = [stage.name for stage in self.plan.tables["train"].stages if stage.build] if phased else self._sinks()
+        # In phases every row is trained or dropped by now; otherwise some are ahead, and are done again.
+        admitted = self._tables["train"].ledger().admitted
         self._wait(
-            lambda: all(board.served[name] + board.dropped["train"] >= rows for name in sinks),
+            lambda: all(
+                board.served[name] + board.dropped["train"] >= admitted
+                if phased
+                else board.served[name] >= board.trained
+                for name in names
+            ),
             self.config.executor.wait_timeout,
             "every stage to finish its last rows",
         )
@@ -326,23 +331,23 @@ class Conductor:
         batch = batch.with_columns({"group_id": numbers, "requeued": requeued})
         self._tables["train"].put(batch, repeat=self.config.train.group_size)
 
-    def _between_steps(self, version: Version, first: Version) -> None:
-        """Do what is due after a step; in phases, no row is in flight."""
+    def _between_steps(self, first: Version, done: int) -> None:
+        """Do what is due after so many steps; in phases, no row is in flight."""
         self.train_seconds += time.monotonic() - self._training_since
-        step, output = version - first + self.steps_before, self.config.output
+        step, output = done + self.steps_before, self.config.output
         if 0 < step < self.config.train.steps:
             if self.config.eval.every and step % self.config.eval.every == 0:
                 self._evaluate(f"step_{step}", step)
-            if output.checkpoint_every and step % output.checkpoint_every == 0 and version > first:
+            if output.checkpoint_every and step % output.checkpoint_every == 0 and done:
                 self._drain()
                 self._save(self.folder / "checkpoints" / f"step-{step:06d}")
                 checkpoint.prune(self.folder / "checkpoints", output.keep_checkpoints)
         if not output.checkpoint_every:
-            self._tables["train"].commit("train", version)
+            self._tables["train"].commit("train", first + done)
         self.phase = "training"
         self._training_since = time.monotonic()
 
-    def _guard(self, control: StalenessController, done: int) -> None:
+    def _guard(self, done: int) -> None:
         step = done + 1
         lost = self.board.lost
         if lost >= LOST_STEPS * self.config.prompts_per_step * step:

@@ -2,7 +2,8 @@
 
 A stage sees batches and gives back columns; it never sees the queue, other stages or the executor. Rows and
 columns are joined by row key: a part names the positions of its batch that it answers, so that a stage may
-finish rows in any order. A row that was neither answered nor dropped when the call ends is an error.
+finish rows in any order. A row that was neither answered nor dropped when the call ends is an error, but for a stage
+that gathers batches until it is done with all of them.
 """
 
 import threading
@@ -33,7 +34,16 @@ class Part:
     """Columns for some rows of a batch."""
 
     positions: Int64s
-    """Which rows of the batch, in the order of the columns; row ids from a stage that gathers batches."""
+    """Which rows of the batch, in the order of the columns."""
+    columns: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Columns for rows of this batch, or of one before it that the stage has gathered."""
+
+    rows: Int64s
+    """Row ids, in the order of the columns."""
     columns: Batch
 
 
@@ -47,12 +57,13 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The whole batch took effect in this optimizer step; rows stay until the step is committed."""
+    """The batch, with all that was gathered before it, took effect in this step; rows stay until it is committed."""
 
     step: Version
 
 
-Answer = Batch | Mapping[str, Any] | Iterable[Part | Drop | Done] | None
+Piece = Part | Rows | Drop | Done
+Answer = Batch | Mapping[str, Any] | Iterable[Piece] | None
 
 
 class Resources:
@@ -143,7 +154,7 @@ def stage(*, reads: Iterable[str], writes: Mapping[str, str]) -> Callable[[Funct
     return declare
 
 
-def parts(answer: Answer, rows: int) -> Iterable[Part | Drop | Done]:
+def parts(answer: Answer, rows: int) -> Iterable[Piece]:
     """Bring what a stage returned into one form: a whole answer is one part of all rows."""
     if answer is None:
         return ()
@@ -242,10 +253,10 @@ class _Served:
         self.gathered.clear()
         self.finished = True
 
-    def take(self, part: Part | Drop) -> None:
+    def take(self, part: Part | Rows | Drop) -> None:
         """Write or drop the rows of a part."""
-        if self.spec.gathers and isinstance(part, Part):
-            self.table.write(part.positions, self.matching(part.columns, len(part.positions)))
+        if isinstance(part, Rows):
+            self.table.write(part.rows, self.matching(part.columns, len(part.rows)))
             return
         rows = self.lease.rows[part.positions]
         if self.answered[part.positions].any() or len(np.unique(part.positions)) < len(part.positions):

@@ -63,8 +63,8 @@ class StalenessController:
         """Count groups out that were lost before they were trained."""
         self.given_back += groups
 
-    def trained(self, version: Version) -> None:
-        """Advance to the version after an optimizer step; versions only grow."""
+    def advance(self, version: Version) -> None:
+        """Count by this version from now on; it only grows."""
         self.version = max(self.version, version)
 
 

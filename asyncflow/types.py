@@ -17,5 +17,5 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 Float32s: TypeAlias = npt.NDArray[np.float32]
 Float64s: TypeAlias = npt.NDArray[np.float64]
 
-StalePolicy = Literal["mask", "drop", "requeue", "wait"]
+StalePolicy: TypeAlias = Literal["mask", "drop", "requeue", "wait"]
 """What becomes of a row that is too old to be trained."""

@@ -24,14 +24,16 @@ Made by `python -m benchmarks.page` from [results/queue.json](../benchmarks/resu
   object of the store of the Ray that the public package has started. Neither joins columns nor knows of tasks.
 
 All of them do the same work in turn, round after round, on the same rows, compared after the first trip. A figure is
-the median of the rounds' medians, with the least and the greatest. The machine is shared and throttled, so ratios
+the median of the rounds' medians, with the least and the greatest; what grows with what is held (D) is measured in
+the first round alone. The machine is shared and throttled, so ratios
 within a case say more than the figures.
 """
 
-WHY = """What misses its aim does so by the fixed cost of an operation, which hardly depends on its size (compare a get
-of 8 rows with one of 64 MiB, and what was written in place): some hundred steps of Python in the server and in the
-client, and for a get two round trips, the lease and its end; the public package has no such end. So the price is small
-where batches are large, and several batches in flight (`credit`, `send_put`) hide a part of it where they are not.
+WHY = """What misses its aim with few rows does so by the fixed cost of an operation, which hardly depends on its size (compare
+a get of 8 rows with one of 64 MiB, and what was written in place): Python in the server and in the client, and for a
+get two round trips, the lease and its end; the public package has no such end. So the price is small where batches are
+large, and several batches in flight (`credit`, `send_put`) hide a part of it where they are not. A put of 64 MiB is
+one copy into shared memory beside that cost, and a get of them none: the rest of its time is that cost.
 """
 
 TOKENS, SMALL, BLOBS = "a: 256 rows of tokens, ms", "b: 8 rows of tokens, ms", "c: 64 rows of 1 MiB, ms"
@@ -51,7 +53,7 @@ AIMS = (
     (HELD, ("ipc with 1000 held",), ("ipc with 1000000 held",), 1 / 1.2, "a row: with 10³ held / with 10⁶ held"),
     (DELIVERED, ("pyzmq delivered",), ("ipc delivered",), 0.5, "one row: a bare round trip / from put to delivery"),
 )
-"""Of each aim: the case, two figures or sums of figures, what the first is to be of the second, and what that says."""
+"""Of each aim: the case, the figures that are added above and below the line, what the ratio is to be, and its words."""
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -68,10 +70,10 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     )
     yield "\n## What is aimed at\n"
     yield from ("| ratio | aim | measured |", "|---|---|---|")
-    for case, ours, others, aim, words in AIMS:
+    for case, above, below, aim, words in AIMS:
         rows = found["figures"].get(case, {})
-        if {*ours, *others} <= rows.keys():
-            one, other = (sum(rows[name]["median"] for name in names) for names in (ours, others))
+        if {*above, *below} <= rows.keys():
+            one, other = (sum(rows[name]["median"] for name in names) for names in (above, below))
             yield f"| {words} | {aim:.2g} or more | {one / other:.2g} |"
     yield f"\n{WHY}"
     for case, rows in found["figures"].items():

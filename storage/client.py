@@ -289,7 +289,7 @@ class Table:
         `max_attempts:<task>`. The rows of a `durable` task retire only after `commit`. `sampler` is
 
         - `fifo`: in row order, `group`: whole groups;
-        - `ordered`: whole groups, none before one that was admitted earlier and is not done or leased;
+        - `ordered`: whole groups, none before one that was admitted earlier; those under lease are passed over;
         - `token_balanced`: micro-batches of at most `budget` tokens for each of several ranks; `tokens` names
           ragged columns, whose lengths add up, or an integer column;
         - `freshest`: by the oldest version of a row, from the column `version`, the newest first;

@@ -153,12 +153,15 @@ class ClusterLink:
         *,
         anywhere: bool = False,
     ) -> None:
-        """Ask a unit, or any, as a step of something; what has come to it is delivered though it is cancelled."""
+        """Send a request to unit `number`, over a connection that may have to be made first; `hear` gets the answer.
+
+        With `anywhere` another unit will do. The request becomes a step of `pending`.
+        """
 
         def go(unit: RemoteLink, batch: Batch | None) -> None:
             pending.peer, pending.grace = f"storage unit {unit.url}, asked for {what},", SLACK
             asked = unit.ask(request, lambda outcome: hear(self._said(unit, outcome)), batch)
-            if not isinstance(request, Fetch):
+            if not isinstance(request, Fetch):  # what is leased already is delivered, also when it is cancelled
                 pending.step(asked.cancel)
 
         unit = self._roster.link(number)

@@ -30,7 +30,8 @@ AGAIN_AT_MOST = 1.0
 
 # How long the answer to a cancelled request may take before the peer counts as dead.
 GRACE = 10.0
-# The same where another peer does as well, and what is asked again has its effect once.
+# How long a peer that is well takes at most to greet, or to answer a cancelled request: for where waiting longer is
+# worth nothing, since another peer will do, or what is sent again has its effect once.
 SLACK = 1.0
 
 

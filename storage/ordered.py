@@ -10,6 +10,7 @@ from asyncflow.storage.rolling import Rolling
 from asyncflow.storage.sampler import DONE, LEASED, Grouped, Picked, Statuses, Wish
 from asyncflow.types import Int64s
 
+# Groups that are looked at in one vectorised step: more than most batches have.
 _LOOK = 256
 
 
@@ -52,7 +53,7 @@ class Ordered(Grouped):
         return Picked(rows[self._ready.at(rows)])
 
     def _first(self, count: int | None) -> Int64s:
-        """Return the first whole groups, at most `count`, up to one that is not."""
+        """Return the first whole groups, at most `count`, up to one that is not; moves the front over what is done."""
         found, start, stop, front = [], self._front, self._open.stop, None
         while start < stop and (count is None or sum(map(len, found)) < count):
             slots = np.arange(start, min(start + _LOOK, stop))

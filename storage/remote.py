@@ -30,8 +30,8 @@ from asyncflow.storage.ticket import Outcome
 
 log = logging.getLogger(__name__)
 
-# Bytes of a segment that the slowest of hosts makes in a second.
-_FAULTED = 1e8
+# How fast the slowest of hosts makes a segment of shared memory.
+_BYTES_A_SECOND = 1e8
 
 
 class Awaited(Pending):
@@ -265,7 +265,7 @@ class RemoteLink:
             return None
         pending = self.send(wire.Grant(nbytes, left))
         with suppress(StorageError):
-            if pending.wait(min(GRACE, SLACK + nbytes / _FAULTED)):
+            if pending.wait(min(GRACE, SLACK + nbytes / _BYTES_A_SECOND)):
                 segment = _segment(pending.result(0)[0])
                 return None if segment is None else self._window.slab(segment, writable=True)
         # What is sent goes over the socket then; a segment that is there after all is left with the next grant.

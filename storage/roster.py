@@ -190,7 +190,8 @@ class Roster:
         try:
             link = self._connect(self._urls[number], timeout)
         except WaitTimeout as silence:
-            self._shunned[number] = time.monotonic() + _SHUNNED
+            with self._lock:
+                self._shunned[number] = time.monotonic() + _SHUNNED
             return silence
         except StorageError as error:
             return error

@@ -28,7 +28,7 @@ def test_a_bound_of_zero_admits_one_step_at_version_zero():
     assert control.room() == 4
     control.admit(4)
     assert control.room() == 0
-    control.trained(1)
+    control.advance(1)
     assert control.room() == 4
 
 
@@ -36,7 +36,7 @@ def test_no_more_is_admitted_than_the_run_needs():
     control = StalenessController(groups_per_step=4, steps=2, bound=5)
     assert control.room() == 8
     control.admit(8)
-    control.trained(1)
+    control.advance(1)
     assert control.room() == 0
 
 
@@ -161,7 +161,7 @@ class Run:
         """Let the engine, which may be any number of versions behind, take the newest weights."""
         self.applied = self.trained
         if self.policy == "wait":
-            self.control.trained(self.applied)
+            self.control.advance(self.applied)
 
     def lose(self, pick: int) -> None:
         """Drop all rows of a group, before or after it was finished."""
@@ -188,7 +188,7 @@ class Run:
         self.steps.append(batch)
         self.trained += 1
         if self.policy != "wait":
-            self.control.trained(self.trained)
+            self.control.advance(self.trained)
         return True
 
     def judged(self, group: int):
@@ -234,4 +234,4 @@ def test_the_bound_is_reached_and_not_only_kept():
     for _ in range(3 * STEP):
         run.token(0)
     assert [bool(run.train(0)) for _ in range(4)] == [True, True, True, False]
-    assert run.trained - 0 == 3
+    assert run.trained == 3

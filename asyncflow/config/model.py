@@ -26,6 +26,7 @@ Positive = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Unit = Annotated[Float, Field(gt=0, le=1)]
 Aggregate = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+# As in `asyncflow.types`, which brings numpy.
 OnStale = Literal["mask", "drop", "requeue", "wait"]
 Share = Annotated[Float, Field(ge=0, lt=1)]
 
@@ -307,13 +308,13 @@ class Pipeline(Section):
     """Stages of the user's own; where they stand follows from the columns they read and write."""
     mode: Literal["colocated", "separated", "streaming", "async"] = "separated"
     """`colocated`: all stages share the devices, in turns; `separated`: each engine has its own; `streaming`: rows go
-    on as soon as they are ready; `async`: and the next steps' responses begin before this step is trained."""
+    on as soon as they are ready; `async`: the same, and the next steps' responses begin before this one is trained."""
     max_staleness: Count | None = None
     """How many versions a trained token may be older than the version being trained; by default 1 in mode `async`.
     In all other modes it is 0."""
     on_stale: OnStale = "mask"
     """What becomes of a row that would be older: `mask` takes its stale tokens out of the loss, `drop` lets it go,
-    `requeue` generates its group anew, `wait` trains in the order of admission, where there is none."""
+    `requeue` generates its group anew, `wait` trains in the order of admission, so that none is ever too old."""
     max_requeues: Count = 2
     """How often a group may be generated anew; then it is dropped."""
     run_ahead: PositiveInt | None = None

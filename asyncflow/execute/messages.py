@@ -67,6 +67,8 @@ class Stepped:
     metrics: Mapping[str, float]
     groups: tuple[int, ...] = ()
     """Ids of the groups that the step was made of."""
+    rows: int = 0
+    """How many rows these were."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ TRAINED_COLUMNS = {"trained_by": "int64", "staleness": "int32"}
 """What the trainer writes where it takes rows as they come: the version that they made, and how old they were."""
 _PHASE = Take(whole=True)
 _GROUPS = 64
+"""Most groups that a stage takes at once where it takes what is ready: enough to make the price of a call small."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ COLUMNS = (
 
 AGES = ("trained_by", "staleness", "versions")
 _KEPT = 8
+"""Steps whose rows may still come: they become readable all at once, and are taken in the order of their ids."""
 
 
 class Samples:
@@ -45,10 +46,11 @@ class Samples:
     def process(self, batch: Batch) -> None:
         if self._phased:
             self._step += 1
-            self._write(self._step, batch, COLUMNS)
+            if self._wanted(self._step):
+                self._write(self._step, batch, COLUMNS)
             return
         steps = batch["trained_by"].array - self._before
-        for step in np.unique(steps).tolist():
+        for step in filter(self._wanted, np.unique(steps).tolist()):
             parts = self._parts.setdefault(step, [])
             parts.append(batch.take(np.flatnonzero(steps == step)))
             self._write(step, Batch.concat(parts), (*COLUMNS, *AGES))
@@ -58,9 +60,11 @@ class Samples:
     def close(self) -> None:
         return None
 
+    def _wanted(self, step: int) -> bool:
+        return step % self._every == 0 or step in (1, self._steps)
+
     def _write(self, step: int, batch: Batch, columns: Sequence[str]) -> None:
-        if step % self._every == 0 or step in (1, self._steps):
-            write(batch, self._folder / f"step-{step:06d}.parquet", columns)
+        write(batch, self._folder / f"step-{step:06d}.parquet", columns)
 
 
 def write(batch: Batch, path: Path, columns: Sequence[str]) -> None:

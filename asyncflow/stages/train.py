@@ -8,6 +8,7 @@ In phases a batch is a whole step. Otherwise groups come one by one and are kept
 old leaves as `on_stale` says, and others come for it.
 """
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from asyncflow.backends.base import OptimSpec, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
 from asyncflow.execute.messages import REQUEUED, Command, Publish, Published, Save, Saved, Stepped
-from asyncflow.stage import Context, Done, Drop, Part
+from asyncflow.stage import Context, Done, Drop, Rows
 from asyncflow.stages.model import model_spec
 from asyncflow.staleness import check, gate, staleness
 from asyncflow.storage import Batch
@@ -35,6 +36,7 @@ from asyncflow.types import Int64s
 from asyncflow.weights import FileChannel
 
 _RECENT = 64
+"""Steps whose groups are remembered: more than the flow can be behind, which hears of every one before the next."""
 STALE = "stale"
 """Why rows leave that are too old, for good."""
 LOGPROB_GAP = {"float32": 1e-2, "bfloat16": 2e-1}
@@ -109,10 +111,10 @@ class Train:
         train = context.config.train
         self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
 
-    def process(self, batch: Batch) -> Iterator[Part | Drop | Done]:
+    def process(self, batch: Batch) -> Iterator[Rows | Drop | Done]:
         config = self._context.config
         with self._trainer.lock:
-            kept, gone, reason = self._judged(batch)
+            kept, gone, reason = self._judge(batch)
             if gone.size:
                 yield Drop(gone, reason)
             if len(kept):
@@ -121,23 +123,23 @@ class Train:
                 return
             whole = Batch.concat(self._held)
             self._held.clear()
-            yield from self._made(whole)
+            yield from self._step_on(whole)
 
-    def _judged(self, batch: Batch) -> tuple[Batch, Int64s, str]:
+    def _judge(self, batch: Batch) -> tuple[Batch, Int64s, str]:
         """Return rows as they may be trained by the version at hand, and the positions that leave, with a reason."""
         config, version = self._context.config, self._trainer.engine.version
-        verdict = gate(batch["versions"], batch["response_mask"], version, config.staleness, config.on_stale)
+        # Outside of `async` a row that is too old is a fault of the engine, which the step's own check reports.
+        policy = config.on_stale if config.mode == "async" else "wait"
+        verdict = gate(batch["versions"], batch["response_mask"], version, config.staleness, policy)
         self._stale.append((verdict.tokens, batch["response_tokens"].lengths[verdict.stale]))
-        if config.phased or config.on_stale == "wait":
-            check(batch["row"].array, verdict.ages, config.staleness)
-        if config.on_stale not in ("drop", "requeue") or not verdict.stale.size:
+        if policy not in ("drop", "requeue") or not verdict.stale.size:
             return batch.with_columns({"response_mask": verdict.mask}), verdict.stale[:0], ""
-        if config.on_stale == "requeue":
+        if policy == "requeue":
             again = int(batch["requeued"].array.min()) < config.max_requeues
             return batch.take([]), np.arange(len(batch)), REQUEUED if again else STALE
         return batch.take(np.setdiff1d(np.arange(len(batch)), verdict.stale)), verdict.stale, STALE
 
-    def _made(self, batch: Batch) -> Iterator[Part | Done]:
+    def _step_on(self, batch: Batch) -> Iterator[Rows | Done]:
         """Make a step of a batch, publish it and say so."""
         config, engine = self._context.config, self._trainer.engine
         ages = staleness(batch["versions"], batch["response_mask"], engine.version)
@@ -154,11 +156,12 @@ class Train:
         if not config.phased:
             made_by = np.full(len(batch), version, np.int64)
             columns = Batch({"trained_by": made_by, "staleness": ages.astype(np.int32)})
-            yield Part(batch["row"].array, columns)
+            yield Rows(batch["row"].array, columns)
         groups = tuple(np.unique(batch["group_id"].array).tolist())
         self._trained.append(groups)
         yield Done(version)
-        self._context.emit(Stepped("train", version, {**made, **describe(batch, ages), **self._let_go()}, groups))
+        metrics = {**made, **describe(batch, ages), **self._let_go()}
+        self._context.emit(Stepped("train", version, metrics, groups, len(batch)))
 
     def _let_go(self) -> dict[str, float]:
         """Say what was too old since the last step, and how long those responses were: what a policy prefers."""
@@ -183,14 +186,10 @@ class Train:
             folder = Path(command.folder)
             names = tokenizer(self._context.config.model)
             # The flow may not have heard yet of what was trained last.
-            trained = {group for groups in self._trained for group in groups}
-            outstanding = [draw for draw in command.outstanding if draw[0] not in trained]
-            progress = {
-                **command.progress,
-                "outstanding": outstanding,
-                "step": self._step,
-                "warmups": self._trainer.warmups,
-            }
+            trained = set(itertools.chain(*self._trained))
+            left = [(group, prompt, tries) for group, prompt, tries in command.outstanding if group not in trained]
+            counts = {"step": self._step, "warmups": self._trainer.warmups}
+            progress = {**command.progress, "outstanding": left, **counts}
             checkpoint.save(folder, self._trainer.engine, names, progress)
             self._context.emit(Saved(command.folder, self._trainer.engine.version))
 
