@@ -29,11 +29,11 @@ the first round alone. The machine is shared and throttled, so ratios
 within a case say more than the figures.
 """
 
-WHY = """What misses its aim with few rows does so by the fixed cost of an operation, which hardly depends on its size (compare
-a get of 8 rows with one of 64 MiB, and what was written in place): Python in the server and in the client, and for a
-get two round trips, the lease and its end; the public package has no such end. So the price is small where batches are
-large, and several batches in flight (`credit`, `send_put`) hide a part of it where they are not. A put of 64 MiB is
-one copy into shared memory beside that cost, and a get of them none: the rest of its time is that cost.
+WHY = """What misses its aim with few rows does so by the fixed cost of an operation, which hardly depends on its size
+(compare a get of 8 rows with one of 64 MiB, and what was written in place): Python in the server and in the client, and
+for a get two round trips, the lease and its end; the public package has no such end. So the price is small where
+batches are large, and several batches in flight (`credit`, `send_put`) hide a part of it where they are not. A put of
+64 MiB is one copy into shared memory beside that cost, and a get is none.
 """
 
 TOKENS, SMALL, BLOBS = "a: 256 rows of tokens, ms", "b: 8 rows of tokens, ms", "c: 64 rows of 1 MiB, ms"
@@ -53,7 +53,7 @@ AIMS = (
     (HELD, ("ipc with 1000 held",), ("ipc with 1000000 held",), 1 / 1.2, "a row: with 10³ held / with 10⁶ held"),
     (DELIVERED, ("pyzmq delivered",), ("ipc delivered",), 0.5, "one row: a bare round trip / from put to delivery"),
 )
-"""Of each aim: the case, the figures that are added above and below the line, what the ratio is to be, and its words."""
+"""Of each aim: the case, the figures that are added above and below the line, the least ratio, and its words."""
 
 
 def page(found: Mapping[str, Any]) -> str:

@@ -3,9 +3,9 @@ import threading
 import numpy as np
 import pytest
 
-from asyncflow.board import Board, Stopped
+from asyncflow.board import Board, Ended, Stopped
 from asyncflow.errors import ReplicaFailed, WaitTimeout
-from asyncflow.execute.messages import Applied, Dropped, Evaluated, Failed, Published, Ready, Stepped
+from asyncflow.execute.messages import REQUEUED, Applied, Dropped, Evaluated, Failed, Published, Ready, Stepped
 
 
 def board() -> Board:
@@ -66,3 +66,13 @@ def test_steps_and_rewards_are_kept_apart_by_table():
     own.take("b", Evaluated(np.array([1.0, 0.0])))
     assert own.steps == {"warmup": 1, "train": 1}
     assert sum(map(len, own.rewards)) == 2
+
+
+def test_how_groups_end_is_told_once():
+    own = board()
+    own.take("a", Dropped("train", "reward", "timeout", (7, 7)))
+    own.take("b", Dropped("train", "train", REQUEUED, (8, 8)))
+    own.take("b", Stepped("train", 1, {}, groups=(3, 4), rows=4))
+    assert (own.lost, own.discarded, own.trained) == (1, 2, 4)
+    assert own.take_ended() == Ended([7], [8], [3, 4])
+    assert own.take_ended() == Ended()

@@ -10,7 +10,7 @@ from asyncflow.config.model import Data, Model, Pipeline, Reward
 from asyncflow.errors import PipelineError, WaitTimeout
 from asyncflow.execute.messages import Dropped, Worked
 from asyncflow.pipeline import StageSpec, Take
-from asyncflow.stage import Context, Done, Drop, FunctionStage, Part, run, stage
+from asyncflow.stage import Context, Done, Drop, FunctionStage, Part, Rows, run, stage
 from asyncflow.storage import Batch, Schema, TransferQueue
 
 CONFIG = Pipeline(model=Model(path="."), data=Data(source="python"), reward=Reward(fn="exact_match"))
@@ -158,3 +158,40 @@ def test_a_stage_whose_rows_never_become_ready_ends_with_what_is_missing(queue, 
     table.put(Batch({"x": np.arange(3)}))
     with pytest.raises(WaitTimeout, match=r"double.*y"):
         run(StageSpec("double", ("y",), take=Take(rows=3)), FunctionStage(double), queue, impatient(tmp_path))
+
+
+class Pairs:
+    """Gathers two batches, and then writes all of their rows."""
+
+    def setup(self, context: Context) -> None:
+        self.held: list[int] = []
+
+    def process(self, batch: Batch) -> Iterator[Rows | Drop | Done]:
+        if 5 in batch["x"].array:
+            yield Drop(np.flatnonzero(batch["x"].array == 5), "five")
+        self.held += [
+            row for row, x in zip(batch["row"].array.tolist(), batch["x"].array.tolist(), strict=True) if x != 5
+        ]
+        if len(self.held) >= 4:
+            rows, self.held = self.held, []
+            yield Rows(np.array(rows), Batch({"y": np.array(rows, float)}))
+            yield Done(1)
+
+    def close(self) -> None:
+        return None
+
+
+def test_a_stage_that_gathers_is_done_with_all_of_its_batches_at_once_or_with_none(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task("double", ("x",), durable=True)
+    rows = table.put(Batch({"x": np.arange(8)}))
+    table.seal()
+    events, stage = [], Pairs()
+    context = Context(CONFIG, "double-0", tmp_path, events.append)
+    stage.setup(context)
+    run(spec(durable=True, gathers=True, take=Take(rows=2)), stage, queue, context)
+    assert table.read(rows[:4], ["y"])["y"].array.tolist() == [0, 1, 2, 3]
+    # The last two batches have three rows left, too few: they were given back when the data ended.
+    status = table.status().tasks["double"]
+    assert (status.done, status.waiting, status.leased) == (4, 3, 0)
+    assert [event.reason for event in events if isinstance(event, Dropped)] == ["five"]

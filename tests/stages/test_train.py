@@ -22,8 +22,7 @@ def pipeline(**options):
         data=Data(source="python"),
         reward=Reward(fn="exact_match"),
         train=Train(group_size=2, prompts_per_step=2, token_budget=64, steps=3),
-        mode="async",
-        **options,
+        **{"mode": "async", **options},
     )
 
 
@@ -104,3 +103,9 @@ def test_others_come_for_what_was_let_go(tmp_path, policy, requeued, reason):
 def test_where_none_may_be_stale_one_that_is_ends_the_run(tmp_path):
     with pytest.raises(StalenessExceeded, match="row 8 is 2 versions old and max_staleness is 1"):
         serve(tmp_path, on_stale="wait")
+
+
+@pytest.mark.parametrize("mode", ["separated", "streaming"])
+def test_outside_of_async_a_stale_row_is_a_fault_and_never_masked(tmp_path, mode):
+    with pytest.raises(StalenessExceeded, match="max_staleness is 0"):
+        serve(tmp_path, mode=mode)

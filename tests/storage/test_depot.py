@@ -130,8 +130,7 @@ def test_a_write_that_was_taken_back_is_forgotten(tmp_path):
         rows, cells = wire.pack(table.put(prompts(5))), table._batch({"answer": ["x"]})
         unit = queue._link._roster.link(1)
         half = unit.send(Stage("t", rows, b"half", 2), cells)
-        while not desk._writes:
-            time.sleep(0.005)
+        mortals.until(lambda: desk._writes)
         with pytest.raises(WaitTimeout):
             half.result(0)
         unit.send(Stage("t", rows, b"whole", 1), cells).result(30)
@@ -467,8 +466,8 @@ def test_a_put_that_comes_again_is_answered_when_it_has_its_copy(tmp_path, kind,
             depot._copier.submit(goes_on.wait)
         blocking = kind == "blocking"
         put = pool.submit(table.put, cells) if blocking else pool.submit(asyncio.run, put_in_a_loop(queue, cells))
-        while not len(rows := table.find().rows):
-            time.sleep(0.005)
+        mortals.until(lambda: len(table.find()))
+        rows = table.find().rows
         gone = holder(depots, controller, table, rows[0])
         number = next(number for number, url in controller.units.urls.items() if url == gone.url)
         roster.best = number if again == "holder" else 3 - number
