@@ -291,8 +291,7 @@ class Conductor:
         self._wait(
             lambda: (
                 board.logged > done
-                or board.ended.lost
-                or board.ended.requeued
+                or bool(board.ended.lost or board.ended.requeued)
                 or self._pace(control.first + done) > control.version
                 or control.room(self._finished()) > 0
             ),

@@ -54,8 +54,9 @@ class Ordered(Grouped):
 
     def _first(self, count: int | None) -> Int64s:
         """Return the first whole groups, at most `count`, up to one that is not; moves the front over what is done."""
-        found, start, stop, front = [], self._front, self._open.stop, None
-        while start < stop and (count is None or sum(map(len, found)) < count):
+        found: list[Int64s] = []
+        start, stop, front = self._front, self._open.stop, None
+        while start < stop and (count is None or sum(len(slots) for slots in found) < count):
             slots = np.arange(start, min(start + _LOOK, stop))
             undone = slots[self._open.at(slots) > 0]
             if front is None and len(undone):

@@ -75,7 +75,7 @@ def _source(table: str, columns: Mapping[str, str]) -> StageSpec:
     return StageSpec("source", (), columns, table=table)
 
 
-def _share(config: Pipeline, *, groups: bool = False) -> Take:
+def _ready(config: Pipeline, *, groups: bool = False) -> Take:
     """Return what a stage between rollout and training takes: a phase, or the rows or whole groups that are ready."""
     if config.phased:
         return _PHASE
@@ -101,7 +101,7 @@ def _rollout(config: Pipeline, table: str) -> StageSpec:
 
 def _reward(config: Pipeline, table: str) -> StageSpec:
     reads = ("prompt_text", "response_text", "answer_text", "item")
-    take = _share(config) if table == "train" else _PHASE
+    take = _ready(config) if table == "train" else _PHASE
     return StageSpec(
         "reward", reads, {"reward": "float64"}, build="asyncflow.stages.reward:Reward", table=table, take=take
     )
@@ -119,11 +119,11 @@ def _train(config: Pipeline) -> list[StageSpec]:
                 {"ref_logprobs": "list<float32>"},
                 build="asyncflow.stages.reference:Reference",
                 host="reference",
-                take=_share(config),
+                take=_ready(config),
             )
         )
         reads.append("ref_logprobs")
-    stages += [_own(stage, _share(config, groups=True)) for stage in config.stages]
+    stages += [_own(stage, _ready(config, groups=True)) for stage in config.stages]
     stages.append(
         StageSpec(
             "advantage",
@@ -131,16 +131,14 @@ def _train(config: Pipeline) -> list[StageSpec]:
             {"advantage": "float64"},
             build="asyncflow.stages.advantage:Advantage",
             host="trainer",
-            take=_share(config, groups=True),
+            take=_ready(config, groups=True),
         )
     )
     stages.append(_trainer(config, tuple(reads)))
     if config.output.samples_every:
         columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", "reward", "advantage")
-        take = Take(groups=config.prompts_per_step)
-        if not config.phased:
-            columns, take = (*columns, *TRAINED_COLUMNS), _share(config)
-        stages.append(StageSpec("samples", columns, build="asyncflow.stages.samples:Samples", take=take))
+        added, take = ((), Take(groups=config.prompts_per_step)) if config.phased else (TRAINED_COLUMNS, _ready(config))
+        stages.append(StageSpec("samples", (*columns, *added), build="asyncflow.stages.samples:Samples", take=take))
     return stages
 
 
