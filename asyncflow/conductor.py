@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow import checkpoint
+from asyncflow.admission import Admission
 from asyncflow.board import Board, Stopped
 from asyncflow.config.model import Pipeline
 from asyncflow.data.demonstrations import Demonstrations
@@ -33,7 +35,6 @@ from asyncflow.observe.steps import StepLog
 from asyncflow.seeds import mix
 from asyncflow.stages import reference
 from asyncflow.stages.plan import Plan
-from asyncflow.staleness import StalenessController
 from asyncflow.storage import Batch, Schema, TransferQueue
 from asyncflow.storage.client import Table
 from asyncflow.storage.status import Counts
@@ -247,57 +248,25 @@ class Conductor:
         if config.train.kl_coef > 0 and config.warmup and not (self.folder / reference.FOLDER).exists():
             self._save(self.folder / reference.FOLDER)
         self._training_since = time.monotonic()
-        steps = config.train.steps - self.steps_before
-        control = StalenessController(config.prompts_per_step, steps, config.staleness, first, config.run_ahead)
-        self._between_steps(first, 0)
-        done = 0
+        steps, done = config.train.steps - self.steps_before, 0
+        admission = Admission.of(config, board, self._draws, steps)
+        self._between_steps(first, done)
         while done < steps:
-            self._fill(control)
-            self._wait_for_news(control, done)
-            self._hear(control)
+            self._fill(admission)
+            self._wait(
+                partial(admission.has_news, done),
+                config.executor.wait_timeout,
+                f"step {done + 1 + self.steps_before} to be trained",
+            )
+            admission.hear(done)
             self._guard(done)
             while done < board.logged:
                 done += 1
                 if config.staleness == 0:
                     self._wait_applied(first + done)
                 self._between_steps(first, done)
-            control.advance(self._pace(first + done))
+            admission.hear(done)
         self._drain()
-
-    def _hear(self, control: StalenessController) -> None:
-        """Take over which groups were lost or trained."""
-        ended = self.board.take_ended()
-        self._draws.lose(ended.lost)
-        self._draws.requeue(ended.requeued)
-        self._draws.train(ended.trained)
-        control.give_back(len(ended.lost) + len(ended.requeued))
-
-    def _pace(self, trained: Version) -> Version:
-        """Return the version that admission counts by: what the slowest engine uses, where nothing may be too old."""
-        if self.config.staleness > 0 and self.config.on_stale != "wait":
-            return trained
-        board = self.board
-        return min(trained, *(board.applied.get(name, -1) for name in board.engines))
-
-    def _finished(self) -> int:
-        """Groups that are scored and not trained: fewer for a while where rows were lost after they were scored."""
-        board = self.board
-        unused = board.served["advantage"] - board.trained - board.discarded
-        return max(0, unused // self.config.train.group_size)
-
-    def _wait_for_news(self, control: StalenessController, done: int) -> None:
-        """Wait until a step is trained and logged, a group is lost that is to be replaced, or there is room again."""
-        board = self.board
-        self._wait(
-            lambda: (
-                board.logged > done
-                or bool(board.ended.lost or board.ended.requeued)
-                or self._pace(control.first + done) > control.version
-                or control.room(self._finished()) > 0
-            ),
-            self.config.executor.wait_timeout,
-            f"step {done + 1 + self.steps_before} to be trained",
-        )
 
     def _drain(self) -> None:
         """Let every stage finish with the rows that are trained: nothing of them is done again after a checkpoint."""
@@ -316,13 +285,11 @@ class Conductor:
             "every stage to finish its last rows",
         )
 
-    def _fill(self, control: StalenessController) -> None:
+    def _fill(self, admission: Admission) -> None:
         """Admit as many prompts as there is room for."""
-        groups = control.room(self._finished())
-        if not groups:
+        drawn = admission.take()
+        if not drawn:
             return
-        control.admit(groups)
-        drawn = self._draws.take(groups)
         numbers = np.array([draw.group for draw in drawn], np.int64)
         chosen = self.materials.prompts.batch.take([draw.prompt for draw in drawn])
         batch = self._prompt_batch(chosen, self.config.rollout.temperature, numbers)
