@@ -143,6 +143,10 @@ class Board:
                 if table == "train":
                     self.trained += rows
                     self.ended.trained.extend(groups)
+                    # A stage beside the trainer may drop a group that is being trained: then it was trained.
+                    for group in set(groups) & set(self.ended.lost):
+                        self.ended.lost.remove(group)
+                        self.lost -= 1
             case Worked("train", stage, _, rows):
                 self.served[stage] += rows
                 if stage == "train":

@@ -4,10 +4,11 @@ The conductor admits prompts as the staleness controller allows and waits on the
 It never touches a response: everything else follows from what the stages read and write.
 """
 
+import logging
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,7 @@ from asyncflow.storage.status import Counts
 from asyncflow.types import Int64s, Version
 from asyncflow.weights import FileChannel
 
+log = logging.getLogger(__name__)
 TRAINER = "trainer-0"
 LOST_STEPS = 4
 """A step that loses this many times its groups is given up: its prompts do not yield a single scored response."""
@@ -105,6 +107,11 @@ class Conductor:
 
     def run(self) -> bool:
         """Conduct the run to its end; False if it was stopped before. Whatever happens, nothing is left running."""
+        if self.config.staleness > 1:
+            log.warning(
+                "max_staleness %d: the loss has no correction for what is more than a version old",
+                self.config.staleness,
+            )
         try:
             self.executor.warm()
             self.materials = self.prepare()
@@ -173,16 +180,17 @@ class Conductor:
     def _await_replicas(self) -> None:
         config, board = self.config, self.board
         self._draws = Draws(Order(len(self.materials.prompts), config.seed, config.data.shuffle))
-        board.wait(
-            lambda: board.ready >= set(board.replicas),
-            config.executor.start_timeout,
-            lambda: f"replicas to be ready: {', '.join(sorted(set(board.replicas) - board.ready))}",
-        )
+        # Before the wait: a run that is stopped in it writes a checkpoint of where it stands.
         if self.resume is not None:
             record = checkpoint.progress(self.resume)
             self.steps_before, self._warmups_before = int(record["step"]), int(record["warmups"])
             self._steps.before = {"train": self.steps_before, "warmup": self._warmups_before}
             self._draws.restore(record)
+        board.wait(
+            lambda: board.ready >= set(board.replicas),
+            config.executor.start_timeout,
+            lambda: f"replicas to be ready: {', '.join(sorted(set(board.replicas) - board.ready))}",
+        )
 
     def _publish(self) -> None:
         before = self.board.published
@@ -302,8 +310,10 @@ class Conductor:
         self.train_seconds += time.monotonic() - self._training_since
         step, output = done + self.steps_before, self.config.output
         if 0 < step < self.config.train.steps:
-            if self.config.eval.every and step % self.config.eval.every == 0:
-                self._evaluate(f"step_{step}", step)
+            every = self.config.eval.every
+            # A run that goes on makes up for an evaluation that was due and was not finished.
+            if every and step >= every and (step % every == 0 or not done):
+                self._evaluate(f"step_{step // every * every}", step)
             if output.checkpoint_every and step % output.checkpoint_every == 0 and done:
                 self._drain()
                 self._save(self.folder / "checkpoints" / f"step-{step:06d}")
@@ -316,7 +326,7 @@ class Conductor:
     def _guard(self, done: int) -> None:
         step = done + 1
         lost = self.board.lost
-        if lost >= LOST_STEPS * self.config.prompts_per_step * step:
+        if lost >= LOST_STEPS * self.config.prompts_per_step * (step + self.config.staleness):
             dropped = self._tables["train"].ledger().dropped
             raise DataError(
                 f"step {step + self.steps_before} cannot be filled: {lost} prompts have lost all of their responses "
@@ -343,8 +353,9 @@ class Conductor:
     def _save_early(self) -> None:
         """Leave a checkpoint of what is trained, if there is a trainer to ask, and let nothing of it be missing."""
         sinks = self._sinks()
+        kept = {*sinks, *(self._upstream(sinks) - self._upstream(["train"]))}  # trained rows have what the trainer read
         for name in self.board.replicas:
-            if name != TRAINER and name.rpartition("-")[0] not in sinks:
+            if name != TRAINER and name.rpartition("-")[0] not in kept:
                 self.executor.send(name, Stop())
         if TRAINER in self.board.ready and TRAINER not in self.board.finished:
             self._save(self.folder / "checkpoint", final=True)
@@ -360,6 +371,17 @@ class Conductor:
         """Stages that only look at what is trained, step by step; one that takes whole phases would wait for more."""
         looking = (stage for stage in self.plan.tables["train"].stages if stage.build and not stage.writes)
         return [stage.name for stage in looking if not stage.durable and not stage.take.whole]
+
+    def _upstream(self, names: Iterable[str]) -> set[str]:
+        """Stages of the train table whose columns these read, or those read."""
+        found: set[str] = set()
+        waiting = list(names)
+        while waiting:
+            reader = waiting.pop()
+            fresh = {writer for writer, other, _ in self.plan.tables["train"].edges if other == reader} - found
+            found |= fresh
+            waiting += fresh
+        return found
 
     def _close(self) -> None:
         self.phase = "ending"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkabl
 
 import numpy as np
 
-from asyncflow.errors import PipelineError, QueueClosed, WaitTimeout
+from asyncflow.errors import PipelineError, QueueClosed, RowGone, WaitTimeout
 from asyncflow.execute.messages import Dropped, Event, Worked
 from asyncflow.pipeline import StageSpec
 from asyncflow.storage import Batch, TransferQueue
@@ -176,11 +176,11 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
         partial=take.partial,
         consumer=context.replica,
     )
-    gathered: list[Lease] = []
+    gathered = _Gathered()
     with suppress(QueueClosed), closing(stream):
         while not context.stopping.is_set():
             started = time.monotonic()
-            lease = _next(spec, table, stream, context.config.executor.wait_timeout)
+            lease = _next(spec, table, stream, context.config.executor.wait_timeout, gathered)
             if lease is None:
                 return
             idle = time.monotonic() - started
@@ -192,11 +192,28 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
             )
 
 
-def _next(spec: StageSpec, table: Table, stream: Stream, timeout: float) -> Lease | None:
+class _Gathered:
+    """Leases whose rows a stage has kept; they are renewed in time, however long the rest takes."""
+
+    def __init__(self) -> None:
+        self.leases: list[Lease] = []
+        self._renewed = time.monotonic()
+
+    def renew(self, seconds: float) -> None:
+        """Let them run for so many seconds, if a quarter of that is over."""
+        now = time.monotonic()
+        if now - self._renewed >= seconds / 4:
+            self._renewed = now
+            for lease in self.leases:
+                lease.extend(seconds)
+
+
+def _next(spec: StageSpec, table: Table, stream: Stream, timeout: float, gathered: _Gathered) -> Lease | None:
     """Wait for rows; the bound counts only while there are rows that the stage is to get and nobody holds."""
     while True:
+        gathered.renew(timeout)
         try:
-            return stream.next(timeout=timeout)
+            return stream.next(timeout=timeout / 4 if gathered.leases else timeout)
         except WaitTimeout:
             rows = table.status().tasks[spec.name]
             if rows.leased or not rows.waiting + rows.blocked:
@@ -207,7 +224,7 @@ def _next(spec: StageSpec, table: Table, stream: Stream, timeout: float) -> Leas
 class _Served:
     """One lease in the hands of a stage."""
 
-    def __init__(self, spec: StageSpec, table: Table, lease: Lease, context: Context, gathered: list[Lease]) -> None:
+    def __init__(self, spec: StageSpec, table: Table, lease: Lease, context: Context, gathered: _Gathered) -> None:
         self.spec, self.table, self.lease, self.context = spec, table, lease, context
         self.gathered = gathered
         """Leases of before, whose rows the stage has kept, if it gathers."""
@@ -228,7 +245,7 @@ class _Served:
             self.blocked += time.monotonic() - arrived
         self.busy = time.monotonic() - started - self.blocked
         if self.spec.gathers and not self.finished:
-            self.gathered.append(self.lease)
+            self.gathered.leases.append(self.lease)
             return not self.context.stopping.is_set()
         return self.finished or self.complete()
 
@@ -248,15 +265,15 @@ class _Served:
 
     def finish(self, step: Version | None) -> None:
         """Acknowledge the whole batch, once, and all that was gathered before it."""
-        for lease in (*self.gathered, self.lease):
+        for lease in (*self.gathered.leases, self.lease):
             lease.done(step=step)
-        self.gathered.clear()
+        self.gathered.leases.clear()
         self.finished = True
 
     def take(self, part: Part | Rows | Drop) -> None:
         """Write or drop the rows of a part."""
         if isinstance(part, Rows):
-            self.table.write(part.rows, self.matching(part.columns, len(part.rows)))
+            self.write_living(part.rows, self.matching(part.columns, len(part.rows)))
             return
         rows = self.lease.rows[part.positions]
         if self.answered[part.positions].any() or len(np.unique(part.positions)) < len(part.positions):
@@ -268,6 +285,14 @@ class _Served:
         self.lease.drop(rows, part.reason)
         groups = tuple(int(group) for group in self.lease.batch["group_id"].array[part.positions])
         self.context.emit(Dropped(self.spec.table, self.spec.name, part.reason, groups))
+
+    def write_living(self, rows: Int64s, columns: Batch) -> None:
+        """Write columns of rows that were gathered, but for those that another stage has dropped meanwhile."""
+        try:
+            self.table.write(rows, columns)
+        except RowGone:
+            living = np.flatnonzero(np.isin(rows, self.table.find().rows))
+            self.table.write(rows[living], columns.take(living))
 
     def matching(self, columns: Batch, rows: int) -> Batch:
         """Refuse columns that are not those declared, or that have another number of values than there are rows."""

@@ -76,3 +76,10 @@ def test_how_groups_end_is_told_once():
     assert (own.lost, own.discarded, own.trained) == (1, 2, 4)
     assert own.take_ended() == Ended([7], [8], [3, 4])
     assert own.take_ended() == Ended()
+
+
+def test_a_group_that_is_dropped_while_it_is_trained_was_trained():
+    own = board()
+    own.take("a", Dropped("train", "beside", "odd", (7, 7)))
+    own.take("b", Stepped("train", 1, {}, groups=(7,), rows=2))
+    assert (own.lost, own.take_ended()) == (0, Ended(trained=[7]))

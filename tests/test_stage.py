@@ -195,3 +195,38 @@ def test_a_stage_that_gathers_is_done_with_all_of_its_batches_at_once_or_with_no
     status = table.status().tasks["double"]
     assert (status.done, status.waiting, status.leased) == (4, 3, 0)
     assert [event.reason for event in events if isinstance(event, Dropped)] == ["five"]
+
+
+def test_what_was_gathered_stays_under_lease_however_long_the_rest_takes(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task("double", ("x",), durable=True, lease_seconds=0.6)
+    table.put(Batch({"x": np.arange(2)}))
+
+    def rest() -> None:
+        table.put(Batch({"x": np.arange(2)}))
+        table.seal()
+
+    threading.Timer(2.0, rest).start()
+    config = CONFIG.model_copy(update={"executor": CONFIG.executor.model_copy(update={"wait_timeout": 0.6})})
+    stage, context = Pairs(), Context(config, "double-0", tmp_path, lambda event: None)
+    stage.setup(context)
+    run(spec(durable=True, gathers=True, take=Take(rows=2)), stage, queue, context)
+    assert table.status().tasks["double"].done == 4
+
+
+def test_rows_that_another_stage_drops_while_they_are_gathered_are_left_out(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task("double", ("x",), durable=True)
+    rows = table.put(Batch({"x": np.arange(4)}))
+    table.seal()
+
+    class Dropping(Pairs):
+        def process(self, batch: Batch) -> Iterator[Rows | Drop | Done]:
+            if 2 in batch["x"].array:
+                table.drop(rows[:1], "beside")
+            yield from super().process(batch)
+
+    stage, context = Dropping(), Context(CONFIG, "double-0", tmp_path, lambda event: None)
+    stage.setup(context)
+    run(spec(durable=True, gathers=True, take=Take(rows=2)), stage, queue, context)
+    assert table.read(rows[1:], ["y"])["y"].array.tolist() == [1, 2, 3]

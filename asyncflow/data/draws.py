@@ -48,7 +48,10 @@ class Draws:
 
     def train(self, groups: Iterable[int]) -> None:
         """Hear which groups were trained: they are done with, and so are those that were lost before."""
-        for group in (*groups, *self._lost):
+        trained = list(groups)
+        if not trained:
+            return
+        for group in (*trained, *self._lost):
             self._under_way.pop(group, None)
         self._lost.clear()
 

@@ -156,7 +156,7 @@ def _serve(assignment: Assignment, url: str, connection: Connection) -> None:
             connection.send(event)
 
     replicas: list[Replica] = []
-    threading.Thread(target=_listen, args=(connection, replicas), name="commands", daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, replicas, emit), name="commands", daemon=True).start()
     try:
         with TransferQueue.open(url, timeout=assignment.config.executor.start_timeout) as queue:
             replicas.append(Replica(assignment, queue, emit))
@@ -165,13 +165,14 @@ def _serve(assignment: Assignment, url: str, connection: Connection) -> None:
         emit(Failed(f"before its setup\n{traceback.format_exc()}"))
 
 
-def _listen(connection: Connection, replicas: list[Replica]) -> None:
+def _listen(connection: Connection, replicas: list[Replica], emit: Callable[[Event], None]) -> None:
     while True:
         try:
             command = connection.recv()
         except (EOFError, OSError):
             os._exit(1)  # The parent is gone, and with it every reason to go on.
         if isinstance(command, Stop) and not (replicas and replicas[0].ready):
+            emit(Finished())
             os._exit(0)  # Nothing is begun yet, and what is being loaded is not needed any more.
         replicas[0].obey(command)
 

@@ -107,7 +107,7 @@ class Train:
         self._step, self._compared = _done(context, "step"), False
         self._held: list[Batch] = []
         self._stale: list[tuple[int, Int64s]] = []
-        self._trained: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
+        self._trained: deque[tuple[int, ...]] = deque(maxlen=max(_RECENT, context.config.staleness + 2))
         train = context.config.train
         self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
 

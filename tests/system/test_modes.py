@@ -1,13 +1,13 @@
 """Runs whose stages overlap: what is trained, how old it is, and that nothing is trained twice or skipped."""
 
 import json
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from asyncflow import Flow
+from asyncflow.checkpoint import progress
 from tests.system.test_ends import command, nobody_left
 from tests.system.test_resume import until
 from tests.system.test_run import timeless
@@ -69,6 +69,11 @@ def test_an_asynchronous_run_keeps_its_bound_and_makes_use_of_it(pipeline, bound
     assert all(step["staleness_max"] <= bound for step in steps)
 
 
+def log(folder: Path) -> str:
+    path = folder / "metrics.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
 LONG = {"mode": "async", "max_staleness": 1, "on_stale": "wait", "train": {"steps": 10}, "eval": {"rows": 0}}
 
 
@@ -82,11 +87,52 @@ def test_an_asynchronous_run_that_is_stopped_goes_on_where_it_was(pipeline):
     check_bound(trained(flow.folder), 1)
 
 
+def test_a_run_that_is_stopped_while_it_starts_again_keeps_its_place(pipeline):
+    flow = Flow.from_yaml(pipeline(**LONG)).start()
+    until(lambda: len(flow.metrics.of("step")) >= 2 or flow.phase == "ended")
+    flow.stop()
+    flow.wait(300)
+    before = progress(flow.folder / "checkpoint")
+    again = Flow.resume(flow.folder).start()
+    until(lambda: again.conductor is not None and "trainer-0" in again.conductor.board.ready)
+    again.stop()
+    assert not again.wait(300)["complete"]
+    assert progress(flow.folder / "checkpoint") == before
+    assert Flow.resume(flow.folder).start().wait(300)["complete"]
+    check_ledger(flow.folder, steps=10)
+
+
+SLOW = """
+import time
+from asyncflow.stage import stage
+
+
+@stage(reads=["reward"], writes={"extra": "float64"})
+def make(batch):
+    time.sleep(0.5)
+    return {"extra": batch["reward"].array}
+
+
+@stage(reads=["extra"], writes={})
+def look(batch):
+    time.sleep(0.1)
+"""
+
+
+def test_a_run_stops_though_a_stage_looks_at_what_is_made_late(pipeline, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    stages = [{"fn": "slow.py:make"}, {"fn": "slow.py:look"}]
+    flow = Flow.from_yaml(pipeline(**LONG, stages=stages, executor={"wait_timeout": 60})).start()
+    until(lambda: len(flow.metrics.of("step")) >= 2 or flow.phase == "ended")
+    flow.stop()
+    assert not flow.wait(300)["complete"]
+
+
 def test_an_asynchronous_run_that_is_killed_trains_nothing_twice_and_skips_nothing(pipeline, tmp_path):
     path = pipeline(**LONG, output={"checkpoint_every": 2})
     process, folder = command("run", "--quiet", path), tmp_path / "run"
-    until(lambda: (folder / "checkpoints" / "step-000004").exists() or process.poll() is not None)
-    time.sleep(0.5)  # somewhere behind it
+    behind = '"step": 6, "version"'  # a checkpoint was written, and more was trained
+    until(lambda: behind in log(folder) or process.poll() is not None)
     process.kill()
     process.communicate(timeout=300)
     assert nobody_left(process)
