@@ -224,7 +224,7 @@ def _schedule(pipeline: Pipeline) -> Iterator[Problem]:
 def _staleness(pipeline: Pipeline) -> Iterator[Problem]:
     fields = Pipeline.model_fields
     names = ("max_staleness", "on_stale", "max_requeues", "run_ahead")
-    chosen = [name for name in names if getattr(pipeline, name) != fields[name].default]
+    chosen = [name for name in names if getattr(pipeline, name) not in (fields[name].default, 0)]
     if pipeline.mode != "async":
         for name in chosen:
             why = f"has no effect in mode {pipeline.mode}, which trains nothing that is stale: use `mode: async`"

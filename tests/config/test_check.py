@@ -134,6 +134,7 @@ def test_policies_are_those_that_the_gate_knows():
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
 def test_a_bound_of_zero_is_a_bound(good, check_lines, bound):
+    assert (check_lines("mode=streaming", f"max_staleness={bound}") == []) == (bound == 0)
     chosen = ["mode=async", f"max_staleness={bound}", "on_stale=wait"]
     assert check_lines(*chosen) == []
     assert load(good, chosen).pipeline.staleness == bound
