@@ -16,7 +16,13 @@ SHORT = ("warmup.steps=2", "train.steps=2", "train.prompts_per_step=4", "executo
 
 def test_there_is_a_test_for_each_example():
     files = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".yaml")}
-    assert files == {"quickstart.yaml", "plurals/pipeline.yaml", "plurals/rewards.py", "from_python.py"}
+    assert files == {
+        "quickstart.yaml",
+        "plurals/pipeline.yaml",
+        "plurals/rewards.py",
+        "from_python.py",
+        "check_staleness.py",  # tests/system/test_modes.py
+    }
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "plurals/pipeline.yaml"])

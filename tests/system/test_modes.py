@@ -1,6 +1,8 @@
 """Runs whose stages overlap: what is trained, how old it is, and that nothing is trained twice or skipped."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -42,6 +44,15 @@ def check_ledger(folder: Path, steps: int) -> None:
     assert len({(row["group_id"], row["rollout_id"]) for row in rows}) == len(rows) == ROWS * steps
 
 
+def check_from_outside(folder: Path, bound: int) -> None:
+    """A script that knows nothing of the engine finds the same, and would find a bound that was not kept."""
+    script = [sys.executable, Path(__file__).parents[2] / "examples" / "check_staleness.py", folder]
+    assert subprocess.run(script, check=False, capture_output=True, timeout=60).returncode == 0
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace(f"max_staleness: {bound}", "max_staleness: 0").replace("mask", "wait"))
+    assert subprocess.run(script, check=False, capture_output=True, timeout=60).returncode == int(bound > 0)
+
+
 def test_a_streaming_run_trains_on_what_the_newest_weights_made(pipeline):
     folder = Flow.from_yaml(pipeline(mode="streaming")).start().wait(300).folder
     steps = [record for record in timeless(folder) if record["kind"] == "step"]
@@ -67,6 +78,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_makes_use_of_it(pipeline, bound
     steps = [record for record in timeless(folder) if record["kind"] == "step"]
     assert [step["version"] for step in steps] == list(range(3, 9))
     assert all(step["staleness_max"] <= bound for step in steps)
+    check_from_outside(folder, bound)
 
 
 def log(folder: Path) -> str:
