@@ -107,34 +107,36 @@ def _reward(config: Pipeline, table: str) -> StageSpec:
     )
 
 
+def _reference(config: Pipeline) -> StageSpec:
+    return StageSpec(
+        "reference",
+        ("prompt_tokens", "response_tokens", "response_mask"),
+        {"ref_logprobs": "list<float32>"},
+        build="asyncflow.stages.reference:Reference",
+        host="reference",
+        take=_ready(config),
+    )
+
+
+def _advantage(config: Pipeline) -> StageSpec:
+    return StageSpec(
+        "advantage",
+        (config.train.reward,),
+        {"advantage": "float64"},
+        build="asyncflow.stages.advantage:Advantage",
+        host="trainer",
+        take=_ready(config, groups=True),
+    )
+
+
 def _train(config: Pipeline) -> list[StageSpec]:
-    train = config.train
     reads = ["prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs", "versions", "reward", "advantage"]
     stages = [_source("train", PROMPT_COLUMNS), _rollout(config, "train"), _reward(config, "train")]
-    if train.kl_coef > 0:
-        stages.append(
-            StageSpec(
-                "reference",
-                ("prompt_tokens", "response_tokens", "response_mask"),
-                {"ref_logprobs": "list<float32>"},
-                build="asyncflow.stages.reference:Reference",
-                host="reference",
-                take=_ready(config),
-            )
-        )
+    if config.train.kl_coef > 0:
+        stages.append(_reference(config))
         reads.append("ref_logprobs")
     stages += [_own(stage, _ready(config, groups=True)) for stage in config.stages]
-    stages.append(
-        StageSpec(
-            "advantage",
-            (train.reward,),
-            {"advantage": "float64"},
-            build="asyncflow.stages.advantage:Advantage",
-            host="trainer",
-            take=_ready(config, groups=True),
-        )
-    )
-    stages.append(_trainer(config, tuple(reads)))
+    stages += [_advantage(config), _trainer(config, tuple(reads))]
     if config.output.samples_every:
         columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", "reward", "advantage")
         added, take = ((), Take(groups=config.prompts_per_step)) if config.phased else (TRAINED_COLUMNS, _ready(config))
@@ -143,16 +145,18 @@ def _train(config: Pipeline) -> list[StageSpec]:
 
 
 def _trainer(config: Pipeline, reads: tuple[str, ...]) -> StageSpec:
-    build, host = "asyncflow.stages.train:Train", "trainer"
-    if config.phased:
-        return StageSpec(
-            "train", reads, build=build, host=host, take=Take(groups=config.prompts_per_step), durable=True
-        )
-    ordered = config.on_stale == "wait"
+    phased = config.phased
+    one = Take(groups=1, ordered=config.on_stale == "wait")
     return StageSpec(
-        "train", (*reads, "requeued"), TRAINED_COLUMNS, build=build, host=host, take=Take(groups=1, ordered=ordered),
-        durable=True, gathers=True,
-    )  # fmt: skip
+        "train",
+        reads if phased else (*reads, "requeued"),
+        {} if phased else TRAINED_COLUMNS,
+        build="asyncflow.stages.train:Train",
+        host="trainer",
+        take=Take(groups=config.prompts_per_step) if phased else one,
+        durable=True,
+        gathers=not phased,
+    )
 
 
 def _eval(config: Pipeline) -> list[StageSpec]:
