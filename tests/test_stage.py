@@ -199,15 +199,15 @@ def test_a_stage_that_gathers_is_done_with_all_of_its_batches_at_once_or_with_no
 
 def test_what_was_gathered_stays_under_lease_however_long_the_rest_takes(queue, tmp_path):
     table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
-    table.task("double", ("x",), durable=True, lease_seconds=0.6)
+    table.task("double", ("x",), durable=True, lease_seconds=4)
     table.put(Batch({"x": np.arange(2)}))
 
     def rest() -> None:
         table.put(Batch({"x": np.arange(2)}))
         table.seal()
 
-    threading.Timer(2.0, rest).start()
-    config = CONFIG.model_copy(update={"executor": CONFIG.executor.model_copy(update={"wait_timeout": 0.6})})
+    threading.Timer(6.0, rest).start()
+    config = CONFIG.model_copy(update={"executor": CONFIG.executor.model_copy(update={"wait_timeout": 4})})
     stage, context = Pairs(), Context(config, "double-0", tmp_path, lambda event: None)
     stage.setup(context)
     run(spec(durable=True, gathers=True, take=Take(rows=2)), stage, queue, context)

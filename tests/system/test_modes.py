@@ -10,6 +10,8 @@ import pytest
 
 from asyncflow import Flow
 from asyncflow.checkpoint import progress
+from asyncflow.data.order import Order
+from tests.system.conftest import WORDS
 from tests.system.test_ends import command, nobody_left
 from tests.system.test_resume import until
 from tests.system.test_run import timeless
@@ -109,7 +111,9 @@ def test_a_run_that_is_stopped_while_it_starts_again_keeps_its_place(pipeline):
     until(lambda: again.conductor is not None and "trainer-0" in again.conductor.board.ready)
     again.stop()
     assert not again.wait(300)["complete"]
-    assert progress(flow.folder / "checkpoint") == before
+    after = progress(flow.folder / "checkpoint")
+    assert after["admitted"] >= before["admitted"] > 0
+    assert after["step"] >= before["step"] > 0
     assert Flow.resume(flow.folder).start().wait(300)["complete"]
     check_ledger(flow.folder, steps=10)
 
@@ -153,3 +157,55 @@ def test_an_asynchronous_run_that_is_killed_trains_nothing_twice_and_skips_nothi
     assert process.returncode == 0, output
     check_ledger(folder, steps=10)
     check_bound(trained(folder), 1)
+
+
+LATE = """
+import time
+from asyncflow.backends.infer.transformers import TransformersEngine
+
+
+class Late(TransformersEngine):
+    \"\"\"Keeps the responses of its second group back until three newer versions are in use.\"\"\"
+
+    def results(self, keys):
+        begun, ends = self.version, time.monotonic() + 120
+        for finished in super().results(keys):
+            while min(keys) == 4 and self.version < begun + 3 and time.monotonic() < ends:
+                time.sleep(0.01)
+            yield finished
+"""
+
+
+@pytest.fixture
+def late(tmp_path, monkeypatch):
+    """An engine of a package of its own, found by its entry point."""
+    (tmp_path / "late.py").write_text(LATE)
+    about = tmp_path / "late-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[asyncflow.infer]\nlate = late:Late\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize(("policy", "reasons"), [("mask", set()), ("drop", {"stale"}), ("requeue", {"requeued"})])
+def test_a_group_that_comes_too_late_meets_the_policy(pipeline, policy, reasons):
+    changes = {**LONG, "on_stale": policy, "train": {"steps": 6}, "rollout": {"backend": "late"}}
+    folder = Flow.from_yaml(pipeline(**changes)).start().wait(300).folder
+    ledger = json.loads((folder / "summary.json").read_text())["ledger"]
+    dropped = sum(ledger["dropped"].values())
+    assert (ledger["done"], ledger["live"], ledger["admitted"]) == (96, 0, 96 + dropped)
+    assert set(ledger["dropped"]) == reasons
+    rows = trained(folder)
+    groups = {row["group_id"] for row in rows}
+    lost = set(range(ledger["admitted"] // 4)) - groups
+    # On a busy machine weights may come late, too, and then more than that one group is too old.
+    assert (len(groups), 4 * len(lost), bool(lost)) == (24, dropped, bool(reasons))
+    steps = [record for record in timeless(folder) if record["kind"] == "step"]
+    assert sum(step["stale_rows"] for step in steps) >= 4
+    assert all(step["staleness_max"] <= 1 for step in steps)
+    # Drawn in order: one that is dropped is replaced by the next, and one that is requeued comes again itself.
+    drawn = Order(len(WORDS), seed=0).take(24 + len(lost))
+    expected = drawn[sorted(groups)] if policy == "drop" else drawn[:24]
+    assert {row["prompt_id"] for row in rows} == set(expected.tolist())
