@@ -274,6 +274,7 @@ class Conductor:
                     self._wait_applied(first + done)
                 self._between_steps(first, done)
             admission.hear(done)
+        self._wait_published(first + done)
         self._drain()
 
     def _drain(self) -> None:
@@ -313,6 +314,7 @@ class Conductor:
             every = self.config.eval.every
             # A run that goes on makes up for an evaluation that was due and was not finished.
             if every and step >= every and (step % every == 0 or not done):
+                self._wait_published(first + done)
                 self._evaluate(f"step_{step // every * every}", step)
             if output.checkpoint_every and step % output.checkpoint_every == 0 and done:
                 self._drain()
@@ -399,6 +401,9 @@ class Conductor:
 
     def _wait(self, until: Callable[[], bool], timeout: float, what: str) -> None:
         self.board.wait(until, timeout, lambda: what)
+
+    def _wait_published(self, version: Version) -> None:
+        self._wait(lambda: self.board.published >= version, self.config.weights.timeout, f"version {version}")
 
     def _wait_applied(self, version: Version) -> None:
         board = self.board

@@ -27,13 +27,14 @@ from asyncflow.backends import train_engine
 from asyncflow.backends.base import OptimSpec, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
-from asyncflow.execute.messages import REQUEUED, Command, Publish, Published, Save, Saved, Stepped
+from asyncflow.execute.messages import REQUEUED, Command, Failed, Publish, Published, Save, Saved, Stepped
 from asyncflow.stage import Context, Done, Drop, Rows
 from asyncflow.stages.model import model_spec
 from asyncflow.staleness import check, gate, staleness
 from asyncflow.storage import Batch
 from asyncflow.types import Int64s
 from asyncflow.weights import FileChannel
+from asyncflow.weights.publisher import Publisher
 
 _RECENT = 64
 """Steps whose groups are remembered: more than the flow can be behind, which hears of every one before the next."""
@@ -49,7 +50,7 @@ class Trainer:
     """The engine that `Train` and `Warmup` share, one at a time."""
 
     engine: TrainEngine
-    channel: FileChannel
+    publisher: Publisher
     warmups: int = 0
     """Supervised steps so far, those before a checkpoint included."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -58,8 +59,17 @@ class Trainer:
     def of(cls, context: Context) -> "Trainer":
         """Make the engine, or return the one that this process has."""
         return context.resources.share(
-            "trainer", lambda: cls(_engine(context), FileChannel(context.folder / "weights"), _done(context, "warmups"))
+            "trainer", lambda: cls(_engine(context), _publisher(context), _done(context, "warmups"))
         )
+
+    def publish(self) -> None:
+        """Copy the weights at hand, to be published in the background."""
+        self.publisher.publish(self.engine.version, self.engine.export_weights())
+
+    def close(self) -> None:
+        """Let what is under way be published, and free everything; idempotent."""
+        self.publisher.close()
+        self.engine.close()
 
     def step(
         self, batch: Batch, columns: Sequence[str], loss: PolicyLoss | SftLoss, lr: float, context: Context
@@ -96,7 +106,7 @@ class Warmup:
             self._context.emit(Stepped("warmup", version, made))
 
     def close(self) -> None:
-        self._trainer.engine.close()
+        self._trainer.close()
 
 
 class Train:
@@ -151,7 +161,7 @@ class Train:
             return
         if config.mode == "colocated":
             engine.sleep()
-        self._publish()
+        self._trainer.publish()
         version = engine.version
         if not config.phased:
             made_by = np.full(len(batch), version, np.int64)
@@ -181,7 +191,7 @@ class Train:
             self._context.stopping.set()
         with self._trainer.lock:
             if isinstance(command, Publish):
-                self._publish()
+                self._trainer.publish()
                 return
             folder = Path(command.folder)
             names = tokenizer(self._context.config.model)
@@ -194,7 +204,7 @@ class Train:
             self._context.emit(Saved(command.folder, self._trainer.engine.version))
 
     def close(self) -> None:
-        self._trainer.engine.close()
+        self._trainer.close()
 
     def _update(self, batch: Batch) -> Mapping[str, float] | None:
         config, train = self._context.config, self._context.config.train
@@ -212,11 +222,6 @@ class Train:
             )
         self._step, self._compared = self._step + 1, True
         return made
-
-    def _publish(self) -> None:
-        engine = self._trainer.engine
-        self._trainer.channel.publish(engine.version, engine.export_weights())
-        self._context.emit(Published(engine.version))
 
 
 def _denominators(batch: Batch) -> Denominators:
@@ -243,6 +248,15 @@ def describe(batch: Batch, ages: Int64s) -> dict[str, float]:
 
 def _done(context: Context, what: str) -> int:
     return 0 if context.resume is None else int(checkpoint.progress(context.resume)[what])
+
+
+def _publisher(context: Context) -> Publisher:
+    return Publisher(
+        FileChannel(context.folder / "weights"),
+        lambda version: context.emit(Published(version)),
+        lambda report: context.emit(Failed(report)),
+        context.config.weights.timeout,
+    )
 
 
 def _engine(context: Context) -> TrainEngine:

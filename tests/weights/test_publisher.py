@@ -1,0 +1,64 @@
+"""The trainer does not wait for its weights to be written, but for memory; and a failure is heard of."""
+
+import threading
+
+import pytest
+
+from asyncflow.errors import WeightsError
+from asyncflow.weights.publisher import SNAPSHOTS, Publisher
+
+
+class Slow:
+    """Publishes a version when it is let."""
+
+    def __init__(self):
+        self.let, self.published = threading.Event(), []
+
+    def publish(self, version, tensors):
+        assert self.let.wait(60)
+        if not tensors:
+            raise OSError("no room on the disk")
+        self.published.append(version)
+
+
+@pytest.fixture
+def made():
+    channel, told, failed = Slow(), [], []
+    publisher = Publisher(channel, told.append, failed.append, timeout=0.1)
+    yield channel, publisher, told, failed
+    channel.let.set()
+    publisher.close()
+
+
+def test_publishing_returns_before_it_is_done_and_keeps_the_order(made):
+    channel, publisher, told, failed = made
+    for version in range(1, SNAPSHOTS + 1):
+        publisher.publish(version, [("w", None)])
+    assert told == []
+    channel.let.set()
+    publisher.close()
+    assert told == channel.published == list(range(1, SNAPSHOTS + 1))
+    assert failed == []
+
+
+def test_memory_is_bounded_and_so_is_the_wait_for_it(made):
+    channel, publisher, told, _ = made
+    for version in range(SNAPSHOTS):
+        publisher.publish(version, [("w", None)])
+    with pytest.raises(WeightsError, match=f"version {SNAPSHOTS} cannot be published: {SNAPSHOTS} older ones"):
+        publisher.publish(SNAPSHOTS, [("w", None)])
+    channel.let.set()
+    publisher.close()
+    assert told == list(range(SNAPSHOTS))
+
+
+def test_a_failure_is_told_and_the_next_version_goes_on(made):
+    channel, publisher, told, failed = made
+    publisher.publish(1, [])
+    publisher.publish(2, [("w", None)])
+    channel.let.set()
+    publisher.close()
+    assert told == [2]
+    assert len(failed) == 1
+    assert "publishing version 1" in failed[0]
+    assert "no room on the disk" in failed[0]
