@@ -73,7 +73,7 @@ def test_a_column_that_cannot_tell_is_refused(trait, kind):
 @pytest.mark.parametrize(
     ("sampler", "choice", "problem"),
     [
-        ("best", {}, "no sampler 'best'; there are fifo, group, token_balanced"),
+        ("best", {}, "no sampler 'best'; there are fifo, group, ordered, token_balanced"),
         ("token_balanced", {"tokens": ("ids",)}, "needs budget"),
         ("freshest", {}, "needs version"),
         ("priority", {"priority": "weight", "seed": 3}, "does not use seed"),
