@@ -403,7 +403,9 @@ class Conductor:
         self.board.wait(until, timeout, lambda: what)
 
     def _wait_published(self, version: Version) -> None:
-        self._wait(lambda: self.board.published >= version, self.config.weights.timeout, f"version {version}")
+        self._wait(
+            lambda: self.board.published >= version, self.config.weights.timeout, f"version {version} to be published"
+        )
 
     def _wait_applied(self, version: Version) -> None:
         board = self.board
