@@ -27,6 +27,9 @@ from asyncflow.execute.messages import (
 )
 from asyncflow.types import Float64s, Version
 
+TRAINER = "trainer-0"
+"""The replica that makes the steps; of several ranks, the one that speaks for all."""
+
 
 class Stopped(AsyncflowError):
     """The run was asked to stop; not a failure."""
@@ -147,9 +150,9 @@ class Board:
                     for group in set(groups) & set(self.ended.lost):
                         self.ended.lost.remove(group)
                         self.lost -= 1
-            case Worked("train", stage, _, rows):
+            case Worked("train", stage, name, rows):
                 self.served[stage] += rows
-                if stage == "train":
+                if stage == "train" and name == TRAINER:
                     self.logged = self.steps["train"]
             case Evaluated(rewards):
                 self.rewards.append(rewards)

@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncflow import checkpoint
 from asyncflow.admission import Admission
-from asyncflow.board import Board, Stopped
+from asyncflow.board import TRAINER, Board, Stopped
 from asyncflow.config.model import Pipeline
 from asyncflow.data.demonstrations import Demonstrations
 from asyncflow.data.draws import Draws
@@ -43,7 +43,6 @@ from asyncflow.types import Int64s, Version
 from asyncflow.weights import FileChannel
 
 log = logging.getLogger(__name__)
-TRAINER = "trainer-0"
 LOST_STEPS = 4
 """A step that loses this many times its groups is given up: its prompts do not yield a single scored response."""
 
@@ -170,10 +169,9 @@ class Conductor:
             table = self.queue.create_table(name, Schema(dict(found.columns)), max_rows=rows)
             for stage in found.stages:
                 if stage.build:
-                    sampler = stage.take.sampler
                     lease = self.config.executor.wait_timeout
                     reads = [column for column in stage.reads if column != "row"]  # the stage loop adds it
-                    table.task(stage.name, reads, sampler=sampler, lease_seconds=lease, durable=stage.durable)
+                    table.task(stage.name, reads, lease_seconds=lease, durable=stage.durable, **stage.sampling)
             self._tables[name] = table
         self.executor.start(self._jobs())
 
@@ -357,7 +355,8 @@ class Conductor:
         sinks = self._sinks()
         kept = {*sinks, *(self._upstream(sinks) - self._upstream(["train"]))}  # trained rows have what the trainer read
         for name in self.board.replicas:
-            if name != TRAINER and name.rpartition("-")[0] not in kept:
+            # The other ranks of the trainer help it through the step at hand.
+            if name.rpartition("-")[0] not in {"trainer", *kept}:
                 self.executor.send(name, Stop())
         if TRAINER in self.board.ready and TRAINER not in self.board.finished:
             self._save(self.folder / "checkpoint", final=True)

@@ -7,11 +7,15 @@ refused here, before anything starts. Pure: no stage is loaded, nothing runs.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 from asyncflow.errors import PipelineError
 
 IDENTITY = ("source", "prompt_id", "group_id", "rollout_id", "segment", "row")
 """Columns that every row has from its admission; `row` is its key, which the stage loop adds."""
+
+
+_UNBOUNDED = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,17 @@ class StageSpec:
     """How many batches a replica works on at once, each in a thread of its own."""
     gathers: bool = False
     """Batches stay leased until the stage says that it is done with all of them."""
+    ranks: int = 1
+    """Replicas among which the rows of each batch are shared out, balanced by tokens."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How its task is declared."""
+        if self.ranks == 1:
+            return {"sampler": self.take.sampler}
+        # One share for each rank: the engine cuts it, under its own budget, which counts padding.
+        tokens = tuple(column for column in ("prompt_tokens", "response_tokens") if column in self.reads)
+        return {"sampler": "token_balanced", "tokens": tokens, "budget": _UNBOUNDED, "ordered": self.take.ordered}
 
 
 @dataclass(frozen=True, slots=True)

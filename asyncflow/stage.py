@@ -94,6 +94,10 @@ class Context:
     """Tells the flow what happened."""
     resume: Path | None = None
     """Checkpoint that the run goes on from."""
+    rank: int = 0
+    """Which of the ranks this is, where the replicas of a stage share each batch."""
+    rendezvous: str = ""
+    """Where those ranks find each other."""
     options: Mapping[str, object] = field(default_factory=dict)
     resources: Resources = field(default_factory=Resources)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -175,6 +179,7 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
         whole=take.whole,
         partial=take.partial,
         consumer=context.replica,
+        **({"rank": context.rank, "ranks": spec.ranks, "split": True} if spec.ranks > 1 else {}),
     )
     gathered = _Gathered()
     with suppress(QueueClosed), closing(stream):

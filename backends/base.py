@@ -66,7 +66,7 @@ class ModelSpec:
     path: str | None
     config: Mapping[str, object] | None
     """Keys of a Hugging Face config, with `model_type`; used when `path` is None."""
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16", "float64"]
     seed: int
     """Initialises the weights of a new model: the same seed gives the same weights in every engine."""
     pad_token: int
@@ -168,6 +168,21 @@ class StepReport:
     lr: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which of how many data-parallel processes a training engine is, and how they find each other."""
+
+    rank: int = 0
+    size: int = 1
+    rendezvous: str = ""
+    """Path of a file that is not there yet, for torch.distributed's file store; not needed by one alone."""
+    timeout: float = 600.0
+    """Longest wait in seconds for another rank."""
+
+
+ALONE = Ranks()
+
+
 class InferFactory(Protocol):
     """Makes an inference engine; registered by name or under the entry point group `asyncflow.infer`."""
 
@@ -178,13 +193,26 @@ class TrainFactory(Protocol):
     """Makes a training engine; registered by name or under the entry point group `asyncflow.train`."""
 
     def __call__(
-        self, model: ModelSpec, *, optim: OptimSpec, temperature: float, options: Mapping[str, object]
+        self,
+        model: ModelSpec,
+        *,
+        optim: OptimSpec,
+        temperature: float,
+        options: Mapping[str, object],
+        ranks: Ranks = ALONE,
     ) -> "TrainEngine":
-        """`temperature` is that of sampling: every log-probability is taken at it."""
+        """`temperature` is that of sampling: every log-probability is taken at it.
+
+        With several ranks it waits until all of them are there.
+        """
 
 
 class TrainEngine(Protocol):
-    """Holds the model and its optimizer, and turns losses into versions."""
+    """Holds the model and its optimizer, and turns losses into versions.
+
+    Where there are several data-parallel ranks, every one of them calls `micro_batches`, `optim_step`, `exchange`
+    and `export_weights`, in the same order.
+    """
 
     @property
     def version(self) -> Version:
@@ -194,6 +222,9 @@ class TrainEngine(Protocol):
     def data_parallel(self) -> tuple[int, int]:
         """(rank, size) of this process among those that see different rows."""
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return what every rank gave, in the order of the ranks."""
+
     def micro_batches(
         self, batch: Batch, token_budget: int, columns: Sequence[str], rows: RowIds | None = None
     ) -> Iterator[MicroBatch]:
@@ -201,22 +232,27 @@ class TrainEngine(Protocol):
 
         Reads `prompt_tokens`, `response_tokens`, `response_mask` and `columns`; `rows` holds the row ids, by
         default 0, 1, …. The budget is hard: a row that alone exceeds it is an error that names it (DataError).
+        Every rank yields the same number, empty ones where its rows do not suffice.
         """
 
     def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Mapping[str, float]:
         """Add the gradient of `loss` and return what it reports; with `entropy` the entropy carries gradient."""
 
-    def optim_step(self, lr: float) -> StepReport:
-        """Clip, step at this learning rate, clear gradients; the version grows by one.
+    def optim_step(self, lr: float, scale: float = 1.0) -> StepReport:
+        """Add the ranks' gradients up, scale, clip, step at this learning rate, clear; the version grows by one.
 
-        A gradient that is not finite is an error (FloatingPointError), and nothing is changed by it.
+        `scale` is what the losses were not divided by yet: the denominator of a step is known when all of its rows
+        are. A gradient that is not finite is an error (FloatingPointError), and nothing is changed by it.
         """
 
     def logprobs(self, micro_batch: MicroBatch) -> "torch.Tensor":
         """Log-probabilities of the response tokens at the sampling temperature, (B, R), without gradient."""
 
     def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield every tensor under its Hugging Face name, tied ones included, detached and on the CPU."""
+        """Yield every tensor under its Hugging Face name, tied ones included, detached and on the CPU.
+
+        Ranks other than 0 may yield nothing.
+        """
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format."""

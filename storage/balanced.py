@@ -17,6 +17,7 @@ import numpy as np
 from asyncflow.storage import packing
 from asyncflow.storage.groups import Groups
 from asyncflow.storage.image import BalancedImage, Form, PartImage
+from asyncflow.storage.ordered import Ordered
 from asyncflow.storage.rolling import Rolling
 from asyncflow.storage.sampler import LEASED, READY, Fifo, Grouped, Picked, Statuses, Wish
 from asyncflow.types import Int64s
@@ -42,9 +43,11 @@ class MicroBatch:
 class Balanced:
     """Micro-batches for ranks, balanced by tokens."""
 
-    def __init__(self, base: int, groups: Groups, tokens: Callable[[Int64s], Int64s], budget: int) -> None:
+    def __init__(
+        self, base: int, groups: Groups, tokens: Callable[[Int64s], Int64s], budget: int, *, ordered: bool = False
+    ) -> None:
         self._tokens, self._budget, self._groups = tokens, budget, groups
-        self._rows, self._whole = Fifo(base), Grouped(base, groups)
+        self._rows, self._whole = Fifo(base), Ordered(base, groups) if ordered else Grouped(base, groups)
         self._ready = Rolling(np.bool_, base=base)
         self._planned = Rolling(np.bool_, base=base)
         self._form: Form | None = None

@@ -281,6 +281,7 @@ class Table:
         max_age: int | None = None,
         share: float = 0.5,
         seed: int = 0,
+        ordered: bool = False,
         repairs: bool = False,
     ) -> None:
         """Declare a consumer group, which sees all living rows; the same again is harmless.
@@ -291,7 +292,7 @@ class Table:
         - `fifo`: in row order, `group`: whole groups;
         - `ordered`: whole groups, none before one that was admitted earlier; those under lease are passed over;
         - `token_balanced`: micro-batches of at most `budget` tokens for each of several ranks; `tokens` names
-          ragged columns, whose lengths add up, or an integer column;
+          ragged columns, whose lengths add up, or an integer column; steps of groups are as `ordered` says;
         - `freshest`: by the oldest version of a row, from the column `version`, the newest first;
         - `priority`: by the column `priority`, the highest first;
         - `replay`: new rows, and up to `share` of a batch rows that are done, drawn by `seed`: each is used
@@ -301,7 +302,7 @@ class Table:
         writes those anew that no other task makes, under its lease.
         """
         names = (tokens,) if isinstance(tokens, str) else tuple(tokens)
-        choice = Choice(names, version, priority, budget, uses, max_age, float(share), seed)
+        choice = Choice(names, version, priority, budget, uses, max_age, float(share), seed, ordered)
         seconds = float(lease_seconds)
         request = wire.DeclareTask(
             self.name, name, list(reads), sampler, max_attempts, seconds, durable, choice, repairs

@@ -1,5 +1,7 @@
 """Makes the sampler of a task by its name."""
 
+from functools import partial
+
 from asyncflow.storage.balanced import Balanced
 from asyncflow.storage.groups import Groups
 from asyncflow.storage.ordered import Ordered
@@ -19,7 +21,8 @@ def sampler(spec: TaskSpec, base: int, groups: Groups, traits: Traits) -> Sample
         case "ordered":
             return Ordered(base, groups)
         case "token_balanced":
-            return Balanced(base, groups, lambda rows: traits.tokens(choice, rows), choice.budget)
+            tokens = partial(traits.tokens, choice)
+            return Balanced(base, groups, tokens, choice.budget, ordered=choice.ordered)
         case "freshest":
             return Ranked(base, lambda rows: traits.version(choice, rows))
         case "priority":

@@ -29,6 +29,8 @@ class Choice(msgspec.Struct, frozen=True):
     share: float = 0.5
     """The largest share of a batch that is made of rows used before."""
     seed: int = 0
+    ordered: bool = False
+    """Whether the groups of a step are the first that were admitted, and none is passed over."""
 
     @property
     def traits(self) -> tuple[Trait, ...]:
@@ -49,7 +51,7 @@ _TAKES: dict[str, tuple[set[str], set[str]]] = {
     "fifo": (set(), set()),
     "group": (set(), set()),
     "ordered": (set(), set()),
-    "token_balanced": ({"tokens", "budget"}, {"tokens", "budget"}),
+    "token_balanced": ({"tokens", "budget", "ordered"}, {"tokens", "budget"}),
     "freshest": ({"version"}, {"version"}),
     "priority": ({"priority"}, {"priority"}),
     "replay": ({"uses", "version", "max_age", "share", "seed"}, {"uses"}),

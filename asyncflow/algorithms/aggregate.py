@@ -2,7 +2,8 @@
 
 The denominators belong to the optimizer step: they are counted once, over the rows of all micro-batches and all
 ranks, before anything is rejected. Rejected tokens then carry loss 0 and stay in the mask. Rows without a
-trained token count nowhere.
+trained token count nowhere. A step whose rows come one by one is added up undivided, and its gradient divided once:
+every loss has one denominator, whichever the aggregate.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,16 @@ class Denominators:
     sequences: int
     """Rows with at least one trained token."""
 
+    def share(self, how: Aggregate) -> float:
+        """Return what sums over `UNDIVIDED` are multiplied by, so that they are as if divided by these."""
+        return 1 / max(1, self.tokens if how == "token-mean" else self.sequences)
+
     def __add__(self, other: "Denominators") -> "Denominators":
         return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
+
+
+UNDIVIDED = Denominators(1, 1)
+"""For losses that are added up while the step is not whole: all are divided at its end, by `Denominators.share`."""
 
 
 def denominators(mask: npt.ArrayLike, offsets: npt.NDArray[np.int64] | None = None) -> Denominators:

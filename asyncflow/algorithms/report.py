@@ -30,6 +30,11 @@ def combine(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
+def divided(report: Mapping[str, float], share: float) -> dict[str, float]:
+    """Multiply the losses of a report, which are its only values that depend on the step's denominator."""
+    return {name: value * share if _is_loss(name) else value for name, value in report.items()}
+
+
 def metrics(report: Mapping[str, float]) -> dict[str, float]:
     """Turn the combined report of a step into its metrics.
 
@@ -40,5 +45,9 @@ def metrics(report: Mapping[str, float]) -> dict[str, float]:
     means = {name: report[key] / tokens for key, name in _MEANS.items() if key in report}
     maxima = {"ratio_max": "ratio_max", "gap_max": "logprob_gap_max", "tokens": "trained_tokens"}
     plain = {name: report[key] for key, name in maxima.items() if key in report}
-    losses = {name: value for name, value in report.items() if name.split("_")[-1] == "loss"}
+    losses = {name: value for name, value in report.items() if _is_loss(name)}
     return {**losses, **means, **plain}
+
+
+def _is_loss(name: str) -> bool:
+    return name.split("_")[-1] == "loss"

@@ -180,6 +180,8 @@ class Train(Section):
     """Training engine: `torch`, or one registered under the entry point group `asyncflow.train`."""
     algorithm: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Names the advantage and its defaults; an option that it does not use is refused."""
+    data_parallel: PositiveInt = 1
+    """Processes of the training engine, each with a whole model and a share of every step's rows."""
     group_size: PositiveInt = 8
     """Responses to each prompt."""
     prompts_per_step: PositiveInt | None = None

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -40,7 +40,7 @@ def assignments(
             hosts.setdefault(stage.host or stage.build, []).append(stage)
     threads = _threads(config, sum(own[0].replicas for own in hosts.values() if own[0].host))
     return [
-        Assignment(f"{own[0].host or own[0].name}-{copy}", tuple(own), config, folder, resume, threads)
+        Assignment(f"{own[0].host or own[0].name}-{copy}", tuple(own), config, folder, resume, threads, copy)
         for own in hosts.values()
         for copy in range(own[0].replicas)
     ]
@@ -77,7 +77,7 @@ class LocalExecutor:
         """Start every replica; each reports Ready or Failed."""
         atexit.register(self.kill)
         url = self._queue.serve(f"ipc://{self._folder.name}/queue")
-        for job in jobs:
+        for job in (replace(job, rendezvous=f"{self._folder.name}/ranks") for job in jobs):
             if job.specs[0].host:
                 self._processes[job.name] = self._start_process(job, url)
         for job in jobs:

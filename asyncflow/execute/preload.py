@@ -23,6 +23,7 @@ LIBRARIES = (
     "asyncflow.stages.reference",
     "asyncflow.stages.rollout",
     "asyncflow.stages.train",
+    "asyncflow.stages.warmup",
 )
 
 _PR_SET_PDEATHSIG = 1

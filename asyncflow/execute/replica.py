@@ -43,6 +43,10 @@ class Assignment:
     folder: Path
     resume: Path | None = None
     threads: int = 1
+    rank: int = 0
+    """Which copy of its stages it is."""
+    rendezvous: str = ""
+    """Where copies find each other that share batches."""
 
 
 def build(spec: StageSpec) -> Stage:
@@ -105,6 +109,8 @@ class Replica:
             folder=job.folder,
             emit=self._emit,
             resume=job.resume,
+            rank=job.rank,
+            rendezvous=job.rendezvous,
             resources=Resources(),
             stopping=self._stopping,
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from asyncflow.board import Board
+from asyncflow.board import TRAINER, Board
 from asyncflow.execute.messages import Stepped, Worked
 from asyncflow.observe.metrics import Metrics
 
@@ -29,7 +29,7 @@ class StepLog:
     def worked(self, event: Worked, board: Board) -> None:
         """Count a stage's time; the trainer's ends a step."""
         self.metrics.worked(event)
-        if event.stage == "train" and self._stepped is not None:
+        if event.stage == "train" and event.replica == TRAINER and self._stepped is not None:
             made, self._stepped = self._stepped, None
             self._log("step", made, board)
 

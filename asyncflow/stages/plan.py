@@ -40,6 +40,9 @@ _PHASE = Take(whole=True)
 _GROUPS = 64
 """Most groups that a stage takes at once where it takes what is ready: enough to make the price of a call small."""
 
+_ROWS_PER_RANK = 4
+"""Rows that each rank of the trainer gets at least, if a step has as many: shares of fewer are less even."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -125,6 +128,7 @@ def _advantage(config: Pipeline) -> StageSpec:
         {"advantage": "float64"},
         build="asyncflow.stages.advantage:Advantage",
         host="trainer",
+        replicas=config.train.data_parallel,
         take=_ready(config, groups=True),
     )
 
@@ -146,17 +150,32 @@ def _train(config: Pipeline) -> list[StageSpec]:
 
 def _trainer(config: Pipeline, reads: tuple[str, ...]) -> StageSpec:
     phased = config.phased
-    one = Take(groups=1, ordered=config.on_stale == "wait")
+    few = Take(groups=_few(config), ordered=config.on_stale == "wait")
     return StageSpec(
         "train",
         reads if phased else (*reads, "requeued"),
         {} if phased else TRAINED_COLUMNS,
         build="asyncflow.stages.train:Train",
         host="trainer",
-        take=Take(groups=config.prompts_per_step) if phased else one,
+        take=Take(groups=config.prompts_per_step) if phased else few,
         durable=True,
         gathers=not phased,
+        replicas=config.train.data_parallel,
+        ranks=config.train.data_parallel,
     )
+
+
+def _few(config: Pipeline) -> int:
+    """Groups that the trainer takes at once where stages overlap: one, or so many that each rank gets some rows.
+
+    Steps are made of them without a rest. Where groups may leave at the trainer, a step can lack any number.
+    """
+    ranks, size = config.train.data_parallel, config.train.group_size
+    if ranks == 1 or (config.mode == "async" and config.on_stale in ("drop", "requeue")):
+        return 1
+    groups = config.prompts_per_step
+    enough = (few for few in range(1, groups) if groups % few == 0 and few * size >= _ROWS_PER_RANK * ranks)
+    return next(enough, groups)
 
 
 def _eval(config: Pipeline) -> list[StageSpec]:
@@ -176,7 +195,9 @@ def _warmup(config: Pipeline) -> list[StageSpec]:
     warmup = StageSpec(
         "warmup",
         tuple(columns),
-        build="asyncflow.stages.train:Warmup",
+        build="asyncflow.stages.warmup:Warmup",
+        replicas=config.train.data_parallel,
+        ranks=config.train.data_parallel,
         table="warmup",
         host="trainer",
         take=Take(rows=config.warmup.rows_per_step),

@@ -1,40 +1,36 @@
-"""Train: a step's groups in, one optimizer step out; and the supervised warm-up on the same engine.
+"""Train: groups in, one optimizer step out for each `prompts_per_step` of them.
 
-A step is one optimizer update on one global batch. Its denominators are fixed before the first micro-batch, so
-neither the token budget nor the order of the rows changes the gradient. Every row's staleness is judged here, where
-it is consumed, and new weights are published as soon as they exist.
+Rows go into the gradient as they come, as soon as they fill a micro-batch; when the step is full its gradient is
+divided by the denominators of all of its rows, so that neither the token budget, nor the order of the rows, nor the
+number of ranks changes it. Every row's staleness is judged here, where it is consumed, by the version that the step
+begins with. New weights are published as soon as they exist.
 
-In phases a batch is a whole step. Otherwise groups come one by one and are kept until a step is full; what is too
-old leaves as `on_stale` says, and others come for it.
+In phases a batch is a whole step. Otherwise it is a group or a few; what is too old leaves as `on_stale` says, and
+others come for it.
 """
 
 import itertools
-import threading
+import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncflow import checkpoint
-from asyncflow.algorithms.aggregate import Denominators, denominators
-from asyncflow.algorithms.loss import PolicyLoss, SftLoss, policy_loss
+from asyncflow.algorithms.aggregate import UNDIVIDED, Denominators
+from asyncflow.algorithms.loss import policy_loss
 from asyncflow.algorithms.options import ALGORITHMS, reads
-from asyncflow.algorithms.report import combine, metrics
 from asyncflow.algorithms.schedule import learning_rate
-from asyncflow.backends import train_engine
-from asyncflow.backends.base import OptimSpec, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
-from asyncflow.execute.messages import REQUEUED, Command, Failed, Publish, Published, Save, Saved, Stepped
+from asyncflow.execute.messages import REQUEUED, Command, Finished, Publish, Save, Saved, Stepped, Stop
 from asyncflow.stage import Context, Done, Drop, Rows
-from asyncflow.stages.model import model_spec
-from asyncflow.staleness import check, gate, staleness
+from asyncflow.stages.step import Arrived, Share, Trained, describe
+from asyncflow.stages.trainer import Trainer, done
+from asyncflow.staleness import check, gate
 from asyncflow.storage import Batch
-from asyncflow.types import Int64s
-from asyncflow.weights import FileChannel
-from asyncflow.weights.publisher import Publisher
 
 _RECENT = 64
 """Steps whose groups are remembered: more than the flow can be behind, which hears of every one before the next."""
@@ -45,228 +41,133 @@ LOGPROB_GAP = {"float32": 1e-2, "bfloat16": 2e-1}
 two do not hold the same model, whatever the transfer said."""
 
 
-@dataclass(slots=True)
-class Trainer:
-    """The engine that `Train` and `Warmup` share, one at a time."""
-
-    engine: TrainEngine
-    publisher: Publisher
-    warmups: int = 0
-    """Supervised steps so far, those before a checkpoint included."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @classmethod
-    def of(cls, context: Context) -> "Trainer":
-        """Make the engine, or return the one that this process has."""
-        return context.resources.share(
-            "trainer", lambda: cls(_engine(context), _publisher(context), _done(context, "warmups"))
-        )
-
-    def publish(self) -> None:
-        """Copy the weights at hand, to be published in the background."""
-        self.publisher.publish(self.engine.version, self.engine.export_weights())
-
-    def close(self) -> None:
-        """Let what is under way be published, and free everything; idempotent."""
-        self.publisher.close()
-        self.engine.close()
-
-    def step(
-        self, batch: Batch, columns: Sequence[str], loss: PolicyLoss | SftLoss, lr: float, context: Context
-    ) -> dict[str, float] | None:
-        """Make one optimizer step on all rows of a batch and return its metrics; None if it was stopped half-way."""
-        reports, budget = [], context.config.train.token_budget
-        for micro_batch in self.engine.micro_batches(batch, budget, columns, batch["row"].array):
-            if context.stopping.is_set():
-                return None
-            reports.append(self.engine.forward_backward(micro_batch, loss, entropy=loss.entropy))
-        made = self.engine.optim_step(lr)
-        return {**metrics(combine(reports)), "grad_norm": made.grad_norm, "lr": made.lr}
-
-
-class Warmup:
-    """Supervised: reads prompt and response tokens of a given answer; the loss is their negative log-likelihood."""
-
-    def setup(self, context: Context) -> None:
-        self._context, self._trainer = context, Trainer.of(context)
-
-    def process(self, batch: Batch) -> Iterator[Done]:
-        train, warmup = self._context.config.train, self._context.config.warmup
-        assert warmup is not None
-        lr = learning_rate(
-            self._trainer.warmups, peak=warmup.lr, schedule=train.schedule, steps=warmup.steps, warmup=train.lr_warmup
-        )
-        with self._trainer.lock:
-            made = self._trainer.step(batch, (), SftLoss(_denominators(batch)), lr, self._context)
-            if made is None:
-                return
-            self._trainer.warmups += 1
-            version = self._trainer.engine.version
-            yield Done(version)
-            self._context.emit(Stepped("warmup", version, made))
-
-    def close(self) -> None:
-        self._trainer.close()
-
-
 class Train:
-    """Policy gradient: reads a step's responses with their advantages; writes when they were trained."""
+    """Policy gradient: reads responses with their advantages; writes when they were trained."""
 
     def setup(self, context: Context) -> None:
-        self._context, self._trainer = context, Trainer.of(context)
-        self._step, self._compared = _done(context, "step"), False
-        self._held: list[Batch] = []
-        self._stale: list[tuple[int, Int64s]] = []
+        self._context, self.trainer = context, Trainer.of(context)
+        self._step, self._compared = done(context, "step"), False
+        self._share = Share()
         self._trained: deque[tuple[int, ...]] = deque(maxlen=max(_RECENT, context.config.staleness + 2))
         train = context.config.train
         self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
+        self._loss = policy_loss(self._options, UNDIVIDED, context.config.rollout.max_response_tokens)
 
     def process(self, batch: Batch) -> Iterator[Rows | Drop | Done]:
-        config = self._context.config
-        with self._trainer.lock:
-            kept, gone, reason = self._judge(batch)
-            if gone.size:
-                yield Drop(gone, reason)
-            if len(kept):
-                self._held.append(kept)
-            if not config.phased and len(self._held) < config.prompts_per_step:
-                return
-            whole = Batch.concat(self._held)
-            self._held.clear()
-            yield from self._step_on(whole)
+        config, share = self._context.config, self._share
+        with self.trainer.lock:
+            drops, tokens = self._judge(batch)
+            yield from drops
+            if len(share.groups) >= config.prompts_per_step:
+                yield from self._finish()
+            elif tokens >= config.train.token_budget:
+                self._add()
 
-    def _judge(self, batch: Batch) -> tuple[Batch, Int64s, str]:
-        """Return rows as they may be trained by the version at hand, and the positions that leave, with a reason."""
-        config, version = self._context.config, self._trainer.engine.version
-        # Outside of `async` a row that is too old is a fault of the engine, which the step's own check reports.
+    def _judge(self, batch: Batch) -> tuple[list[Drop], int]:
+        """Take the rows that may be trained by the version at hand.
+
+        Returns what leaves, and the most tokens that a rank now holds back.
+        """
+        config, version = self._context.config, self.trainer.engine.version
+        # Outside of `async` a row that is too old is a fault of the engine, which the check reports.
         policy = config.on_stale if config.mode == "async" else "wait"
         verdict = gate(batch["versions"], batch["response_mask"], version, config.staleness, policy)
-        self._stale.append((verdict.tokens, batch["response_tokens"].lengths[verdict.stale]))
-        if policy not in ("drop", "requeue") or not verdict.stale.size:
-            return batch.with_columns({"response_mask": verdict.mask}), verdict.stale[:0], ""
+        groups = batch["group_id"].array
+        gone = np.zeros(len(batch), np.bool_)
+        if policy == "drop":
+            gone[verdict.stale] = True
+        self._share.note_stale(batch["response_tokens"].lengths[verdict.stale], verdict.tokens)
+        sizes = sum(batch[name].lengths for name in ("prompt_tokens", "response_tokens"))
+        held = self._share.tokens + int(np.sum(sizes))
+        kept, stale = np.unique(groups[~gone]).tolist(), np.unique(groups[verdict.stale]).tolist()
+        said = self.trainer.exchange(Arrived(kept, stale, held))
+        found = set(itertools.chain(*(each.kept for each in said)))
         if policy == "requeue":
-            again = int(batch["requeued"].array.min()) < config.max_requeues
-            return batch.take([]), np.arange(len(batch)), REQUEUED if again else STALE
-        return batch.take(np.setdiff1d(np.arange(len(batch)), verdict.stale)), verdict.stale, STALE
+            again = list(itertools.chain(*(each.stale for each in said)))
+            gone = np.isin(groups, again)
+            found -= set(again)
+        self._share.groups |= found
+        left = np.flatnonzero(~gone)
+        check(batch["row"].array[left], verdict.ages[left], config.staleness)
+        self._share.take(batch.with_columns({"response_mask": verdict.mask}).take(left), verdict.ages[left])
+        return self._drops(batch, gone, requeue=policy == "requeue"), max(each.tokens for each in said)
 
-    def _step_on(self, batch: Batch) -> Iterator[Rows | Done]:
-        """Make a step of a batch, publish it and say so."""
-        config, engine = self._context.config, self._trainer.engine
-        ages = staleness(batch["versions"], batch["response_mask"], engine.version)
-        check(batch["row"].array, ages, config.staleness)
+    def _drops(self, batch: Batch, gone: npt.NDArray[np.bool_], *, requeue: bool) -> list[Drop]:
+        """Say of what leaves, why: a group that was not begun anew too often yet, is."""
+        again = np.zeros(len(batch), np.bool_)
+        if requeue:
+            again = gone & (batch["requeued"].array < self._context.config.max_requeues)
+        parts = ((again, REQUEUED), (gone & ~again, STALE))
+        return [Drop(np.flatnonzero(rows), reason) for rows, reason in parts if rows.any()]
+
+    def _add(self) -> bool:
+        """Bring what is held back into the gradient; False if the run was stopped half-way."""
+        rows = self._share.release()
+        return rows is None or self.trainer.add(rows, reads(self._options), self._loss, self._context)
+
+    def _finish(self) -> Iterator[Rows | Done]:
+        """Make the step, publish it and say so."""
+        config, trainer, share = self._context.config, self.trainer, self._share
         if config.mode == "colocated":
-            engine.wake()
-        made = self._update(batch)
-        if made is None:
+            trainer.engine.wake()
+        if not self._add():
             return
+        said = trainer.exchange(share.said(trainer.report))
+        made = self._optimize(said)
+        self._share = Share()
         if config.mode == "colocated":
-            engine.sleep()
-        self._trainer.publish()
-        version = engine.version
+            trainer.engine.sleep()
+        trainer.publish()
+        version = trainer.engine.version
         if not config.phased:
-            made_by = np.full(len(batch), version, np.int64)
-            columns = Batch({"trained_by": made_by, "staleness": ages.astype(np.int32)})
-            yield Rows(batch["row"].array, columns)
-        groups = tuple(np.unique(batch["group_id"].array).tolist())
+            rows, ages = np.concatenate(share.rows), np.concatenate(share.ages)
+            columns = Batch({"trained_by": np.full(len(rows), version, np.int64), "staleness": ages.astype(np.int32)})
+            yield Rows(rows, columns)
+        groups = tuple(sorted(share.groups))
         self._trained.append(groups)
         yield Done(version)
-        metrics = {**made, **describe(batch, ages), **self._let_go()}
-        self._context.emit(Stepped("train", version, metrics, groups, len(batch)))
+        if trainer.leads:
+            metrics = {**made, **describe(said, stale=not config.phased)}
+            self._context.emit(Stepped("train", version, metrics, groups, sum(len(each.rewards) for each in said)))
 
-    def _let_go(self) -> dict[str, float]:
-        """Say what was too old since the last step, and how long those responses were: what a policy prefers."""
-        lengths = np.concatenate([lengths for _, lengths in self._stale])
-        tokens = sum(tokens for tokens, _ in self._stale)
-        self._stale.clear()
-        if self._context.config.phased:
-            return {}
-        mean = float(lengths.mean()) if lengths.size else 0.0
-        return {"stale_rows": float(lengths.size), "stale_tokens": float(tokens), "stale_response_tokens_mean": mean}
+    def _optimize(self, said: list[Trained]) -> dict[str, float]:
+        config, train = self._context.config, self._context.config.train
+        lr = learning_rate(
+            self._step, peak=train.lr, schedule=train.schedule, steps=train.steps, warmup=train.lr_warmup
+        )
+        counted = sum((each.denominators for each in said), Denominators(0, 0))
+        made = self.trainer.step(lr, [each.report for each in said], counted, self._loss.aggregate)
+        if not self._compared and made["logprob_gap_mean"] > LOGPROB_GAP[config.model.dtype]:
+            raise WeightsError(
+                f"on the same weights (version {self.trainer.engine.version - 1}) the log-probabilities of trainer "
+                f"and rollout engine differ by {made['logprob_gap_mean']:.3g} on average: they are not the same model"
+            )
+        self._step, self._compared = self._step + 1, True
+        return made
 
     def command(self, command: Command) -> None:
-        """Publish the weights, or write a checkpoint."""
+        """Publish the weights, write a checkpoint, or leave the ranks."""
+        if isinstance(command, Stop) and not self.trainer.leads:
+            # The others may wait for this rank in a call that nothing but its end interrupts; it keeps nothing.
+            self._context.emit(Finished())
+            os._exit(0)
         if not isinstance(command, Publish | Save):
             return
         if isinstance(command, Save) and command.final:
             self._context.stopping.set()
-        with self._trainer.lock:
+        with self.trainer.lock:
             if isinstance(command, Publish):
-                self._trainer.publish()
+                self.trainer.publish()
                 return
             folder = Path(command.folder)
             names = tokenizer(self._context.config.model)
             # The flow may not have heard yet of what was trained last.
             trained = set(itertools.chain(*self._trained))
             left = [(group, prompt, tries) for group, prompt, tries in command.outstanding if group not in trained]
-            counts = {"step": self._step, "warmups": self._trainer.warmups}
+            counts = {"step": self._step, "warmups": self.trainer.warmups}
             progress = {**command.progress, "outstanding": left, **counts}
-            checkpoint.save(folder, self._trainer.engine, names, progress)
-            self._context.emit(Saved(command.folder, self._trainer.engine.version))
+            checkpoint.save(folder, self.trainer.engine, names, progress)
+            self._context.emit(Saved(command.folder, self.trainer.engine.version))
 
     def close(self) -> None:
-        self._trainer.close()
-
-    def _update(self, batch: Batch) -> Mapping[str, float] | None:
-        config, train = self._context.config, self._context.config.train
-        lr = learning_rate(
-            self._step, peak=train.lr, schedule=train.schedule, steps=train.steps, warmup=train.lr_warmup
-        )
-        loss = policy_loss(self._options, _denominators(batch), config.rollout.max_response_tokens)
-        made = self._trainer.step(batch, reads(self._options), loss, lr, self._context)
-        if made is None:
-            return None
-        if not self._compared and made["logprob_gap_mean"] > LOGPROB_GAP[config.model.dtype]:
-            raise WeightsError(
-                f"on the same weights (version {self._trainer.engine.version - 1}) the log-probabilities of trainer "
-                f"and rollout engine differ by {made['logprob_gap_mean']:.3g} on average: they are not the same model"
-            )
-        self._step, self._compared = self._step + 1, True
-        return made
-
-
-def _denominators(batch: Batch) -> Denominators:
-    mask = batch["response_mask"]
-    return denominators(mask.values, mask.offsets)
-
-
-def describe(batch: Batch, ages: Int64s) -> dict[str, float]:
-    """Summarise the rows of a step: rewards, lengths, ages."""
-    rewards, lengths = batch["reward"].array, batch["response_tokens"].lengths
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "advantage_zero_share": float((batch["advantage"].array == 0).mean()),
-        "response_tokens_mean": float(lengths.mean()),
-        "response_tokens_max": float(lengths.max(initial=0)),
-        "rows": float(len(batch)),
-        "tokens": float(lengths.sum() + batch["prompt_tokens"].lengths.sum()),
-        "staleness_min": float(ages.min(initial=0)),
-        "staleness_mean": float(ages.mean()),
-        "staleness_max": float(ages.max(initial=0)),
-    }
-
-
-def _done(context: Context, what: str) -> int:
-    return 0 if context.resume is None else int(checkpoint.progress(context.resume)[what])
-
-
-def _publisher(context: Context) -> Publisher:
-    return Publisher(
-        FileChannel(context.folder / "weights"),
-        lambda version: context.emit(Published(version)),
-        lambda report: context.emit(Failed(report)),
-        context.config.weights.timeout,
-    )
-
-
-def _engine(context: Context) -> TrainEngine:
-    config, train = context.config, context.config.train
-    engine = train_engine(train.backend)(
-        model_spec(config, tokenizer(config.model), context.resume),
-        optim=OptimSpec(train.betas, train.eps, train.weight_decay, train.max_grad_norm),
-        temperature=config.rollout.temperature,
-        options=train.options,
-    )
-    if context.resume is not None:
-        checkpoint.load_engine(context.resume, engine)
-    return engine
+        self.trainer.close()

@@ -25,8 +25,8 @@ def cut(
     *,
     pad: int,
     device: torch.device,
-) -> Iterator[MicroBatch]:
-    """Yield micro-batches of at most `token_budget` tokens, padding included.
+) -> tuple[int, Iterator[MicroBatch]]:
+    """Return how many micro-batches of at most `token_budget` tokens, padding included, there are, and make them.
 
     Reads `prompt_tokens`, `response_tokens`, `response_mask` and `columns`; `rows` names the rows, by default
     0, 1, …. A row that is over-long, has no prompt, or whose columns differ from its response in length is a
@@ -39,7 +39,7 @@ def cut(
     _check(batch, ids, token_budget, columns)
     order = np.lexsort((ids, prompts, prompts + responses))[::-1]
     parts = [order[start:stop] for start, stop in _bounds(prompts[order], responses[order], token_budget)]
-    return (_padded(batch.take(part), ids[part], columns, pad, device) for part in parts)
+    return len(parts), (padded(batch.take(part), ids[part], columns, pad, device) for part in parts)
 
 
 def _check(batch: Batch, ids: Int64s, token_budget: int, columns: Sequence[str]) -> None:
@@ -72,7 +72,8 @@ def _bounds(prompts: Int64s, responses: Int64s, token_budget: int) -> Iterator[t
         yield start, len(prompts)
 
 
-def _padded(batch: Batch, ids: RowIds, columns: Sequence[str], pad: int, device: torch.device) -> MicroBatch:
+def padded(batch: Batch, ids: RowIds, columns: Sequence[str], pad: int, device: torch.device) -> MicroBatch:
+    """Make one micro-batch of rows."""
     prompts, prompt_mask = batch["prompt_tokens"].to_padded(fill=pad, left=True)
     responses, response_mask = batch["response_tokens"].to_padded(fill=pad)
     trained, _ = batch["response_mask"].to_padded()

@@ -1,22 +1,26 @@
-"""The training engine on plain torch: a Hugging Face model and AdamW in one process.
+"""The training engine on plain torch: a Hugging Face model and AdamW, whole in each data-parallel process.
 
-Weights are kept and updated in float32; with dtype bfloat16 the forward pass runs under autocast and exported
-weights are bfloat16. The model is in evaluation mode throughout: dropout would make the ratio differ from 1 at
-zero lag.
+Weights are kept and updated in float32 (float64 with that dtype); with dtype bfloat16 the forward pass runs under
+autocast and exported weights are bfloat16. Ranks hold equal weights: they start from the same seed or folder, and
+step on the sum of their gradients. The model is in evaluation mode throughout: dropout would make the
+ratio differ from 1 at zero lag.
 """
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.backends.base import Loss, MicroBatch, ModelSpec, OptimSpec, Scored, StepReport
+from asyncflow.backends.base import ALONE, Loss, MicroBatch, ModelSpec, OptimSpec, Ranks, Scored, StepReport
 from asyncflow.backends.models import default_device, new_model, read_options
-from asyncflow.backends.train.cut import cut
+from asyncflow.backends.train.cut import cut, padded
+from asyncflow.backends.train.group import Group
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.storage.batch import Batch
 from asyncflow.types import RowIds, Version
@@ -25,21 +29,29 @@ _OPTIONS: Mapping[str, object] = {"device": None, "attention": "sdpa", "gradient
 
 
 class TorchEngine:
-    """A `TrainEngine` of one process; options: `device`, `attention`, `gradient_checkpointing`."""
+    """A `TrainEngine`; options: `device`, `attention`, `gradient_checkpointing`."""
 
     def __init__(
-        self, model: ModelSpec, *, optim: OptimSpec, temperature: float, options: Mapping[str, object]
+        self,
+        model: ModelSpec,
+        *,
+        optim: OptimSpec,
+        temperature: float,
+        options: Mapping[str, object],
+        ranks: Ranks = ALONE,
     ) -> None:
         if not temperature > 0:
             raise ConfigError(f"rollout.temperature: {temperature}; a policy is trained at a temperature above 0")
         chosen = read_options("torch", options, _OPTIONS)
         self._spec, self._optim, self._temperature = model, optim, temperature
         self._device = torch.device(chosen["device"] or default_device())
-        self._model: Any = new_model(model, torch.float32)
+        self._number = torch.float64 if model.dtype == "float64" else torch.float32
+        self._model: Any = new_model(model, self._number)
         self._prepare(chosen["attention"], chosen["gradient_checkpointing"])
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._adamw = _adamw(self._parameters, optim)
         self._version = 0
+        self._group = Group(ranks, self._device)
 
     def _prepare(self, attention: str, checkpointing: bool) -> None:
         self._model.to(self._device)
@@ -54,14 +66,23 @@ class TorchEngine:
 
     @property
     def data_parallel(self) -> tuple[int, int]:
-        """(0, 1): one process sees every row."""
-        return 0, 1
+        """(rank, size) of this process."""
+        return self._group.rank, self._group.size
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return what every rank gave, in the order of the ranks."""
+        return self._group.exchange(data)
 
     def micro_batches(
         self, batch: Batch, token_budget: int, columns: Sequence[str], rows: RowIds | None = None
     ) -> Iterator[MicroBatch]:
-        """Cut rows into micro-batches (see `cut`) on the engine's device."""
-        return cut(batch, token_budget, columns, rows, pad=self._spec.pad_token, device=self._device)
+        """Cut rows into micro-batches (see `cut`) on the engine's device, as many on every rank."""
+        size, parts = cut(batch, token_budget, columns, rows, pad=self._spec.pad_token, device=self._device)
+        empty = (self._nothing(batch, columns) for _ in range(self._group.largest(size) - size))
+        return itertools.chain(parts, empty)
+
+    def _nothing(self, batch: Batch, columns: Sequence[str]) -> MicroBatch:
+        return padded(batch.take([]), np.empty(0, np.int64), columns, self._spec.pad_token, self._device)
 
     def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Mapping[str, float]:
         """Add the gradient of `loss` and return what it reports."""
@@ -71,13 +92,16 @@ class TorchEngine:
         torch.autograd.backward(value)
         return report
 
-    def optim_step(self, lr: float) -> StepReport:
-        """Clip, step and clear gradients.
+    def optim_step(self, lr: float, scale: float = 1.0) -> StepReport:
+        """Add the ranks' gradients up, scale and clip them, step, and clear them.
 
         After a gradient that is not finite (FloatingPointError) weights, optimizer and version are as before,
         and the gradients are cleared.
         """
+        self._group.add_gradients(self._parameters)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
             names = [n for n, p in self._model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
@@ -92,12 +116,17 @@ class TorchEngine:
         return StepReport(self._version, float(norm), lr)
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """Log-probabilities of the response tokens at the sampling temperature, float32 (B, R), without gradient."""
+        """Log-probabilities of the response tokens at the sampling temperature, (B, R), without gradient."""
         with torch.no_grad(), self._autocast():
             return _chosen(self._log_softmax(micro_batch), _responses(micro_batch))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the state dict, tied ones included, as a copy on the CPU in the model's dtype."""
+        """Yield every tensor of the state dict, tied ones included, as a copy on the CPU in the model's dtype.
+
+        Rank 0 yields them, others nothing: all hold the same.
+        """
+        if self._group.rank:
+            return
         dtype = getattr(torch, self._spec.dtype)
         for name, tensor in self._model.state_dict().items():
             kind = dtype if tensor.is_floating_point() else tensor.dtype
@@ -136,7 +165,8 @@ class TorchEngine:
         self._move(self._device)
 
     def close(self) -> None:
-        """Free model, gradients and optimizer."""
+        """Leave the ranks, and free model, gradients and optimizer."""
+        self._group.close()
         self._clear()
         self._adamw.state.clear()
         self._parameters = []
@@ -161,10 +191,10 @@ class TorchEngine:
         return Scored(_chosen(logs, _responses(micro_batch)), -(whole.exp() * whole).sum(-1))
 
     def _log_softmax(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the log-probabilities of the whole vocabulary before each response token, float32 (B, R, V)."""
-        responses = micro_batch.mask.shape[1]
+        """Return the log-probabilities of the whole vocabulary before each response token, (B, R, V)."""
+        rows, responses = micro_batch.mask.shape
         if responses == 0:
-            return torch.zeros(len(micro_batch.rows), 0, 1, device=self._device, requires_grad=True)
+            return torch.zeros(rows, 0, 1, dtype=self._number, device=self._device, requires_grad=True)
         attention = micro_batch.attention[:, :-1]
         logits = self._model(
             input_ids=micro_batch.tokens[:, :-1],
@@ -173,7 +203,7 @@ class TorchEngine:
             use_cache=False,
             logits_to_keep=responses,
         ).logits
-        return torch.log_softmax(logits.float() / self._temperature, dim=-1)
+        return torch.log_softmax(logits.to(self._number) / self._temperature, dim=-1)
 
 
 def _responses(micro_batch: MicroBatch) -> Tensor:

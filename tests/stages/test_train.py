@@ -16,12 +16,12 @@ VERSIONS = {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [0, 1], 4: [0, 2], 5: [2, 2], 6:
 """Of each group, the versions of the two tokens of its rows: at version 2 those of group 4 are too old by one."""
 
 
-def pipeline(**options):
+def pipeline(budget=64, **options):
     return Pipeline(
         model=Model(config=CONFIG, tokenizer="characters"),
         data=Data(source="python"),
         reward=Reward(fn="exact_match"),
-        train=Train(group_size=2, prompts_per_step=2, token_budget=64, steps=3),
+        train=Train(group_size=2, prompts_per_step=2, token_budget=budget, steps=3),
         **{"mode": "async", **options},
     )
 
@@ -109,3 +109,22 @@ def test_where_none_may_be_stale_one_that_is_ends_the_run(tmp_path):
 def test_outside_of_async_a_stale_row_is_a_fault_and_never_masked(tmp_path, mode):
     with pytest.raises(StalenessExceeded, match="max_staleness is 0"):
         serve(tmp_path, mode=mode)
+
+
+def test_the_budget_changes_when_rows_enter_the_gradient_and_not_the_step(tmp_path):
+    whole, split = (
+        [event.metrics for event in serve(tmp_path, budget=budget)[0] if isinstance(event, Stepped)]
+        for budget in (64, 8)
+    )
+    assert len(whole) == len(split) == 3
+    for one, other in zip(whole, split, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def test_rows_enter_the_gradient_before_the_step_is_full(tmp_path):
+    stage = train.Train()
+    stage.setup(Context(pipeline(budget=8), "trainer-0", tmp_path, lambda event: None))
+    group = rows(0).take([4, 5]).with_columns({"row": np.array([4, 5])})
+    assert list(stage.process(group)) == [], "half a step"
+    assert stage.trainer.report["tokens"] == 4
+    stage.close()

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncflow.storage import Batch
 from asyncflow.storage.sampler import Wish
 from tests.storage.stores import admit, lease, rows_of, store_of
 
@@ -143,3 +144,15 @@ def test_every_row_comes_to_one_rank_whatever_fails(sizes, ranks, rows, data):
                 counts[rank] += 1
     assert store.ledger.done == len(sizes)
     assert len(set(counts)) == 1
+
+
+def test_ordered_steps_pass_no_group_over():
+    store = store_of(**BALANCED, ordered=True)
+    late = admit(store, group_id=[1, 1])
+    admit(store, ids=lengths(5, 6, 7, 8), group_id=[2, 2, 3, 3])
+    assert take(store, 0, ranks=2, groups=1, split=True) is None
+    store.write(late, Batch({"ids": lengths(3, 4)}))
+    for expected in ([0, 1], [2, 3], [4, 5]):
+        shares = [rows_of(take(store, rank, ranks=2, groups=1, split=True)) for rank in range(2)]
+        assert sorted(row for share in shares for row in share) == expected
+        assert all(shares)

@@ -1,0 +1,131 @@
+"""The rows of an optimizer step, as they come: what waits for its micro-batch, and what is known of all of them.
+
+A rank of several holds a share of each group; what concerns the step as a whole follows from what all ranks say
+(`Arrived` for each batch, `Trained` for the step), so that each of them comes to the same conclusion.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from asyncflow.algorithms.aggregate import Denominators, denominators
+from asyncflow.storage import Batch
+from asyncflow.types import Float64s, Int64s
+
+
+class Arrived(msgspec.Struct):
+    """What a rank says of its share of a batch."""
+
+    kept: list[int]
+    """Groups that have rows which may be trained."""
+    stale: list[int]
+    """Groups that have rows which are too old."""
+    tokens: int
+    """Tokens of the rows that this rank holds back for a micro-batch, with these."""
+
+
+class Trained(msgspec.Struct):
+    """What a rank says of its share of a step; the lists have one value for each row."""
+
+    groups: list[int]
+    rewards: list[float]
+    advantages: list[float]
+    prompts: list[int]
+    """Prompt tokens."""
+    responses: list[int]
+    """Response tokens."""
+    ages: list[int]
+    """Staleness."""
+    tokens: int
+    sequences: int
+    stale_lengths: list[int]
+    """Response tokens of each row that was too old."""
+    stale_tokens: int
+    """How many tokens left the loss."""
+    report: Mapping[str, float]
+
+    @property
+    def denominators(self) -> Denominators:
+        """What its losses are to be divided by, together with those of the other ranks."""
+        return Denominators(self.tokens, self.sequences)
+
+
+@dataclass(slots=True)
+class Share:
+    """This rank's share of the step at hand."""
+
+    groups: set[int] = field(default_factory=set)
+    """Groups of the step so far, of all ranks."""
+    ages: list[Int64s] = field(default_factory=list)
+    rows: list[Int64s] = field(default_factory=list)
+    """Row ids, in the order of `ages`."""
+    _held: list[Batch] = field(default_factory=list)
+    _said: Trained = field(default_factory=lambda: Trained([], [], [], [], [], [], 0, 0, [], 0, {}))
+
+    def take(self, batch: Batch, ages: Int64s) -> None:
+        """Hold rows that are to be trained, which are that old."""
+        said, counted = self._said, denominators(batch["response_mask"].values, batch["response_mask"].offsets)
+        self._held.append(batch)
+        self.rows.append(batch["row"].array)
+        self.ages.append(ages)
+        said.groups += batch["group_id"].array.tolist()
+        said.rewards += batch["reward"].array.tolist()
+        said.advantages += batch["advantage"].array.tolist()
+        said.prompts += batch["prompt_tokens"].lengths.tolist()
+        said.responses += batch["response_tokens"].lengths.tolist()
+        said.ages += ages.tolist()
+        said.tokens, said.sequences = said.tokens + counted.tokens, said.sequences + counted.sequences
+
+    def note_stale(self, lengths: Int64s, tokens: int) -> None:
+        """Remember what was too old: the lengths of those responses, and how many tokens left the loss."""
+        self._said.stale_lengths += lengths.tolist()
+        self._said.stale_tokens += tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rows that are held back."""
+        return sum(
+            int(each[name].lengths.sum()) for each in self._held for name in ("prompt_tokens", "response_tokens")
+        )
+
+    def release(self) -> Batch | None:
+        """Return the rows that are held back, and hold them no more; None if there was not even an empty share."""
+        whole = Batch.concat(self._held) if self._held else None
+        self._held.clear()
+        return whole
+
+    def said(self, report: Mapping[str, float]) -> Trained:
+        """Return what the other ranks are to hear of this share."""
+        self._said.report = report
+        return self._said
+
+
+def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, float]:
+    """Summarise the rows of a step: rewards, lengths, ages; with `stale` also what was too old since the last."""
+    rewards, ages = _all(each.rewards for each in said), _all(each.ages for each in said)
+    responses = _all(each.responses for each in said)
+    found = {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "advantage_zero_share": float((_all(each.advantages for each in said) == 0).mean()),
+        "response_tokens_mean": float(responses.mean()),
+        "response_tokens_max": float(responses.max(initial=0)),
+        "rows": float(len(rewards)),
+        "tokens": float(responses.sum() + _all(each.prompts for each in said).sum()),
+        "staleness_min": float(ages.min(initial=0)),
+        "staleness_mean": float(ages.mean()),
+        "staleness_max": float(ages.max(initial=0)),
+    }
+    if stale:
+        lengths = _all(each.stale_lengths for each in said)
+        found["stale_rows"] = float(len(lengths))
+        found["stale_tokens"] = float(sum(each.stale_tokens for each in said))
+        # What a policy prefers shows in how long these were.
+        found["stale_response_tokens_mean"] = float(lengths.mean()) if len(lengths) else 0.0
+    return found
+
+
+def _all(parts: Iterable[Sequence[float]]) -> Float64s:
+    return np.array([value for part in parts for value in part], np.float64)

@@ -1,0 +1,117 @@
+"""The training engine that the stages of a process share: what goes into its gradient, and what comes of it."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from asyncflow import checkpoint
+from asyncflow.algorithms.aggregate import Aggregate, Denominators
+from asyncflow.algorithms.loss import PolicyLoss, SftLoss
+from asyncflow.algorithms.report import combine, divided, metrics
+from asyncflow.backends import train_engine
+from asyncflow.backends.base import OptimSpec, Ranks, TrainEngine
+from asyncflow.data.tokenizer import tokenizer
+from asyncflow.execute.messages import Failed, Published
+from asyncflow.stage import Context
+from asyncflow.stages.model import model_spec
+from asyncflow.storage import Batch
+from asyncflow.weights import FileChannel
+from asyncflow.weights.publisher import Publisher
+
+Word = TypeVar("Word", bound=msgspec.Struct)
+
+
+@dataclass(slots=True)
+class Trainer:
+    """The engine of `Train` and `Warmup`, one at a time; of several ranks, each process has its own."""
+
+    engine: TrainEngine
+    publisher: Publisher
+    warmups: int = 0
+    """Supervised steps so far, those before a checkpoint included."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _reports: list[Mapping[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, context: Context) -> "Trainer":
+        """Make the engine, or return the one that this process has."""
+        return context.resources.share(
+            "trainer", lambda: cls(_engine(context), _publisher(context), done(context, "warmups"))
+        )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.engine.data_parallel[0] == 0
+
+    def exchange(self, word: Word) -> list[Word]:
+        """Return what every rank says, in their order."""
+        if self.engine.data_parallel[1] == 1:
+            return [word]
+        said = self.engine.exchange(msgspec.msgpack.encode(word))
+        return [msgspec.msgpack.decode(each, type=type(word)) for each in said]
+
+    def add(self, batch: Batch, columns: Sequence[str], loss: PolicyLoss | SftLoss, context: Context) -> bool:
+        """Add the gradient of rows to that of the step, undivided; False if the run was stopped half-way."""
+        budget = context.config.train.token_budget
+        for micro_batch in self.engine.micro_batches(batch, budget, columns, batch["row"].array):
+            if context.stopping.is_set():
+                return False
+            self._reports.append(self.engine.forward_backward(micro_batch, loss, entropy=loss.entropy))
+        return True
+
+    @property
+    def report(self) -> dict[str, float]:
+        """What the losses of the step have reported so far, on this rank."""
+        return combine(self._reports)
+
+    def step(
+        self, lr: float, reports: Sequence[Mapping[str, float]], counted: Denominators, how: Aggregate
+    ) -> dict[str, float]:
+        """Divide what was added on all ranks, make the optimizer step, and return its metrics."""
+        share = counted.share(how)
+        made = self.engine.optim_step(lr, share)
+        self._reports.clear()
+        return {**metrics(divided(combine(reports), share)), "grad_norm": made.grad_norm, "lr": made.lr}
+
+    def publish(self) -> None:
+        """Copy the weights at hand, to be published in the background."""
+        tensors = self.engine.export_weights()
+        if self.leads:
+            self.publisher.publish(self.engine.version, tensors)
+
+    def close(self) -> None:
+        """Let what is under way be published, and free everything; idempotent."""
+        self.publisher.close()
+        self.engine.close()
+
+
+def done(context: Context, what: str) -> int:
+    """Return how many steps of a kind the checkpoint has that the run goes on from."""
+    return 0 if context.resume is None else int(checkpoint.progress(context.resume)[what])
+
+
+def _publisher(context: Context) -> Publisher:
+    return Publisher(
+        FileChannel(context.folder / "weights"),
+        lambda version: context.emit(Published(version)),
+        lambda report: context.emit(Failed(report)),
+        context.config.weights.timeout,
+    )
+
+
+def _engine(context: Context) -> TrainEngine:
+    config, train = context.config, context.config.train
+    engine = train_engine(train.backend)(
+        model_spec(config, tokenizer(config.model), context.resume),
+        optim=OptimSpec(train.betas, train.eps, train.weight_decay, train.max_grad_norm),
+        temperature=config.rollout.temperature,
+        options=train.options,
+        ranks=Ranks(context.rank, train.data_parallel, context.rendezvous, config.executor.wait_timeout),
+    )
+    if context.resume is not None:
+        checkpoint.load_engine(context.resume, engine)
+    return engine
