@@ -31,7 +31,7 @@ class Admission:
 
     def take(self) -> list[Draw]:
         """Draw as many prompts as there is room for."""
-        groups = self.control.room(self._finished())
+        groups = self._room()
         self.control.admit(groups)
         return self.draws.take(groups)
 
@@ -51,8 +51,18 @@ class Admission:
             board.logged > done
             or bool(board.ended.lost or board.ended.requeued)
             or self._pace(done) > self.control.version
-            or self.control.room(self._finished()) > 0
+            or self._room() > 0
         )
+
+    def _room(self) -> int:
+        if self.config.deterministic and self._under_way():
+            return 0  # what comes for lost groups comes at once, whichever was lost first
+        return self.control.room(self._finished())
+
+    def _under_way(self) -> bool:
+        """Whether rows were admitted that are neither scored nor dropped."""
+        board = self.board
+        return board.served["advantage"] + board.dropped["train"] < self.control.admitted * self.config.train.group_size
 
     def _pace(self, done: int) -> Version:
         trained = self.control.first + done

@@ -171,7 +171,7 @@ def parts(answer: Answer, rows: int) -> Iterable[Piece]:
 def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -> None:
     """Serve one stage until the data ends, the queue closes or the run is stopped."""
     table = queue.table(spec.table)
-    take = spec.take
+    take, shared = spec.take, spec.ranks > 1
     stream = table.stream(
         spec.name,
         rows=take.rows,
@@ -179,7 +179,9 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
         whole=take.whole,
         partial=take.partial,
         consumer=context.replica,
-        **({"rank": context.rank, "ranks": spec.ranks, "split": True} if spec.ranks > 1 else {}),
+        rank=context.rank if shared else 0,
+        ranks=spec.ranks if shared else None,
+        split=shared,
     )
     gathered = _Gathered()
     with suppress(QueueClosed), closing(stream):

@@ -232,6 +232,9 @@ def _staleness(pipeline: Pipeline) -> Iterator[Problem]:
         return
     if "max_requeues" in chosen and pipeline.on_stale != "requeue":
         yield Problem(("max_requeues",), "has no effect without `on_stale: requeue`", (("on_stale",),), at="key")
+    if pipeline.deterministic:
+        why = "cannot hold in mode async, where time decides which weights a response gets: use another mode"
+        yield Problem(("deterministic",), why, (("mode",),), at="key")
     ahead, most = pipeline.run_ahead, pipeline.staleness + 1
     if ahead is not None and ahead > most:
         why = f"{ahead} steps are never ahead: max_staleness {pipeline.staleness} admits {most}; use at most that"

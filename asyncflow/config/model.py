@@ -319,6 +319,9 @@ class Pipeline(Section):
     `requeue` generates its group anew, `wait` trains in the order of admission, so that none is ever too old."""
     max_requeues: Count = 2
     """How often a group may be generated anew; then it is dropped."""
+    deterministic: Flag = False
+    """Every order follows the rows and not what is finished first: the same seed gives the same metrics in every mode
+    but `async`, and after an interruption. Engines work on one batch at a time, with as many threads in every mode."""
     run_ahead: PositiveInt | None = None
     """Begin nothing while responses for so many steps are finished and not trained; by default no such limit."""
     weights: Weights = Weights()

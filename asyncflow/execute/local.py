@@ -50,7 +50,8 @@ def _threads(config: Pipeline, engines: int) -> int:
     cores = len(os.sched_getaffinity(0))
     if config.executor.threads is not None:
         return config.executor.threads
-    return cores if config.mode == "colocated" else max(1, cores // engines)
+    # Sums that as many threads share out are the same to the last bit.
+    return cores if config.mode == "colocated" and not config.deterministic else max(1, cores // engines)
 
 
 @dataclass(frozen=True, slots=True)

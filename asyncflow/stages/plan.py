@@ -88,7 +88,7 @@ def _ready(config: Pipeline, *, groups: bool = False) -> Take:
 def _rollout(config: Pipeline, table: str) -> StageSpec:
     replicas = config.rollout.replicas
     rows = None if replicas == 1 else -(-config.rows_per_step // replicas)
-    flows = table == "train" and not config.phased
+    flows = table == "train" and not config.phased and not config.deterministic
     return StageSpec(
         "rollout",
         ("prompt_tokens", "temperature", "seed"),
@@ -117,7 +117,7 @@ def _reference(config: Pipeline) -> StageSpec:
         {"ref_logprobs": "list<float32>"},
         build="asyncflow.stages.reference:Reference",
         host="reference",
-        take=_ready(config),
+        take=_ready(config, groups=config.deterministic),
     )
 
 
@@ -150,6 +150,7 @@ def _train(config: Pipeline) -> list[StageSpec]:
 
 def _trainer(config: Pipeline, reads: tuple[str, ...]) -> StageSpec:
     phased = config.phased
+    whole = phased or config.deterministic
     few = Take(groups=_few(config), ordered=config.on_stale == "wait")
     return StageSpec(
         "train",
@@ -157,7 +158,7 @@ def _trainer(config: Pipeline, reads: tuple[str, ...]) -> StageSpec:
         {} if phased else TRAINED_COLUMNS,
         build="asyncflow.stages.train:Train",
         host="trainer",
-        take=Take(groups=config.prompts_per_step) if phased else few,
+        take=Take(groups=config.prompts_per_step) if whole else few,
         durable=True,
         gathers=not phased,
         replicas=config.train.data_parallel,

@@ -14,7 +14,7 @@ from asyncflow.stage import Context
 from asyncflow.stages.model import model_spec
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
-from asyncflow.types import Float32s
+from asyncflow.types import Float32s, Int64s
 
 FOLDER = "reference"
 """Folder of a run that keeps the model after a warm-up, for a resumed run too."""
@@ -32,11 +32,19 @@ class Reference:
         lengths = batch["response_tokens"].lengths.tolist()
         found: list[Float32s] = [np.empty(0, dtype=np.float32)] * len(batch)
         engine = self._engine = self._engine or self._load()
-        for micro_batch in engine.micro_batches(batch, self._config.train.token_budget, (), np.arange(len(batch))):
-            logprobs = engine.logprobs(micro_batch).numpy()
-            for row, own in zip(micro_batch.rows.tolist(), logprobs, strict=True):
-                found[row] = own[: lengths[row]]
+        for rows in self._parts(batch):
+            for micro_batch in engine.micro_batches(batch.take(rows), self._config.train.token_budget, (), rows):
+                logprobs = engine.logprobs(micro_batch).numpy()
+                for row, own in zip(micro_batch.rows.tolist(), logprobs, strict=True):
+                    found[row] = own[: lengths[row]]
         return {"ref_logprobs": Column.of("list<float32>", found)}
+
+    def _parts(self, batch: Batch) -> list[Int64s]:
+        """Return rows that go together: where every bit counts, what lies beside a row must not depend on time."""
+        if not self._config.deterministic:
+            return [np.arange(len(batch))]
+        groups = batch["group_id"].array
+        return [np.flatnonzero(groups == group) for group in np.unique(groups)]
 
     def close(self) -> None:
         if self._engine is not None:

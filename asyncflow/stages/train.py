@@ -127,7 +127,7 @@ class Train:
         self._trained.append(groups)
         yield Done(version)
         if trainer.leads:
-            metrics = {**made, **describe(said, stale=not config.phased)}
+            metrics = {**made, **describe(said, stale=config.mode == "async")}
             self._context.emit(Stepped("train", version, metrics, groups, sum(len(each.rewards) for each in said)))
 
     def _optimize(self, said: list[Trained]) -> dict[str, float]:

@@ -63,7 +63,7 @@ class Group:
         for bucket in _buckets(shared):
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
             dist.all_reduce(flat)
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter).clone()
 
     def close(self) -> None:
