@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from asyncflow.config.model import Pipeline
 
 T = TypeVar("T")
+_AHEAD = 4
+"""Batches that a stage which keeps them asks for at once: the next ones arrive while it works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
         groups=take.groups,
         whole=take.whole,
         partial=take.partial,
+        credit=_AHEAD if spec.gathers else 1,
         consumer=context.replica,
         rank=context.rank if shared else 0,
         ranks=spec.ranks if shared else None,

@@ -8,8 +8,14 @@ from asyncflow.backends.base import InferFactory, TrainFactory
 from asyncflow.errors import ConfigError
 
 _BUILT_IN = {
-    "infer": {"transformers": "asyncflow.backends.infer.transformers:TransformersEngine"},
-    "train": {"torch": "asyncflow.backends.train.torch:TorchEngine"},
+    "infer": {
+        "transformers": "asyncflow.backends.infer.transformers:TransformersEngine",
+        "emulated": "asyncflow.backends.infer.emulated:EmulatedEngine",
+    },
+    "train": {
+        "torch": "asyncflow.backends.train.torch:TorchEngine",
+        "emulated": "asyncflow.backends.train.emulated:EmulatedTrainer",
+    },
 }
 
 

@@ -36,7 +36,19 @@ def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     return [
         problem
-        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule, _staleness)
+        for part in (
+            _model,
+            _data,
+            _stop,
+            _eval,
+            _reward,
+            _stages,
+            _batch,
+            _algorithm,
+            _schedule,
+            _staleness,
+            _emulated,
+        )
         for problem in part(pipeline)
     ]
 
@@ -239,3 +251,12 @@ def _staleness(pipeline: Pipeline) -> Iterator[Problem]:
     if ahead is not None and ahead > most:
         why = f"{ahead} steps are never ahead: max_staleness {pipeline.staleness} admits {most}; use at most that"
         yield Problem(("run_ahead",), why, (("max_staleness",), ("mode",)))
+
+
+def _emulated(pipeline: Pipeline) -> Iterator[Problem]:
+    kinds = {"rollout": pipeline.rollout.backend, "train": pipeline.train.backend}
+    if "emulated" in kinds.values() and set(kinds.values()) != {"emulated"}:
+        name = next(name for name, kind in kinds.items() if kind != "emulated")
+        other = next(name for name in kinds if kinds[name] == "emulated")
+        why = f"{kinds[name]!r} cannot work with what emulated engines make up: emulate both or neither"
+        yield Problem((name, "backend"), why, ((other, "backend"),))

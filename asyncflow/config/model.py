@@ -137,7 +137,8 @@ class Rollout(Section):
     """How responses are generated."""
 
     backend: str = "transformers"
-    """Inference engine: `transformers`, or one registered under the entry point group `asyncflow.infer`."""
+    """Inference engine: `transformers`, `emulated` (takes the time that a cost model says, and makes tokens up), or one
+    registered under the entry point group `asyncflow.infer`."""
     replicas: PositiveInt = 1
     """Running copies of the engine, each a process."""
     temperature: Positive = 1.0
@@ -177,7 +178,7 @@ class Train(Section):
     """How the policy is trained."""
 
     backend: str = "torch"
-    """Training engine: `torch`, or one registered under the entry point group `asyncflow.train`."""
+    """Training engine: `torch`, `emulated`, or one registered under the entry point group `asyncflow.train`."""
     algorithm: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Names the advantage and its defaults; an option that it does not use is refused."""
     data_parallel: PositiveInt = 1

@@ -35,6 +35,7 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
         ),
         (["mode=streaming", "on_stale=drop"], "on_stale: has no effect in mode streaming"),
         (["run_ahead=1"], "run_ahead: has no effect in mode separated"),
+        (["rollout.backend=emulated"], "train.backend: 'torch' cannot work with what emulated engines make up"),
         (["mode=async", "deterministic=true"], "deterministic: cannot hold in mode async"),
         (["mode=async", "max_requeues=1"], "max_requeues: has no effect without `on_stale: requeue`"),
         (
