@@ -36,7 +36,7 @@ def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     return [
         problem
-        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule, _staleness)
+        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule, _staleness, _weights)
         for problem in part(pipeline)
     ]
 
@@ -236,3 +236,13 @@ def _staleness(pipeline: Pipeline) -> Iterator[Problem]:
     if ahead is not None and ahead > most:
         why = f"{ahead} steps are never ahead: max_staleness {pipeline.staleness} admits {most}; use at most that"
         yield Problem(("run_ahead",), why, (("max_staleness",), ("mode",)))
+
+
+def _weights(pipeline: Pipeline) -> Iterator[Problem]:
+    weights, why = pipeline.weights, None
+    if weights.kv == "recompute" and pipeline.phased:
+        why = f"has no effect in mode {pipeline.mode}, in which nothing runs while weights change: leave it out"
+    elif weights.kv == "recompute" and weights.apply != "interrupt":
+        why = f"has no effect with weights.apply {weights.apply}, which interrupts no response: use `apply: interrupt`"
+    if why:
+        yield Problem(("weights", "kv"), why, (("mode",), ("weights", "apply")), at="key")
