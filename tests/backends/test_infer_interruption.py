@@ -43,15 +43,20 @@ def after(engine, tokens, key=900):
     engine.pause()
 
 
-def interrupted(engine, asked, updates, recompute):
-    """Answer requests while the weights change: each update is a version and its tensors, after three tokens more."""
+def interrupted(engine, asked, updates, recompute, late=()):
+    """Answer requests while the weights change: each update is a version and its tensors, after three tokens more.
+
+    Those that are late are submitted at the first update.
+    """
     engine.submit(asked)
     for number, (version, tensors) in enumerate(updates):
         after(engine, 3, 900 + number)
         engine.stage_weights(version, tensors)
+        if number == 0:
+            engine.submit(late)
         assert engine.apply_weights(version, recompute=recompute) == version
         engine.resume()
-    return {c.key: c for completions in engine.results([one.key for one in asked]) for c in completions}
+    return {c.key: c for completions in engine.results([one.key for one in (*asked, *late)]) for c in completions}
 
 
 @RECOMPUTE
@@ -68,7 +73,7 @@ def test_the_same_weights_under_a_new_version_change_no_token(make, config, temp
 @RECOMPUTE
 def test_requests_that_wait_join_those_that_were_interrupted(make, recompute):
     asked, updates = many(14), [(version, weights()) for version in (1, 2, 3)]
-    found = interrupted(make(max_inflight=6), asked, updates, recompute)
+    found = interrupted(make(max_inflight=6), asked[:4], updates, recompute, late=asked[4:])
     agree(dict(sorted(found.items())), dict(sorted(answer(make(), asked).items())))
 
 
@@ -161,8 +166,9 @@ def applying(engine, version, **options):
 
 def test_a_drain_lets_what_runs_end_and_nothing_begin_though_nobody_waits_for_results(make):
     engine, asked = make(max_inflight=5), many(12)
-    engine.submit(asked)
+    engine.submit(asked[:4])
     after(engine, 3)
+    engine.submit(asked[4:])
     engine.stage_weights(1, weights(spec(seed=9)))
     engine.resume()
     assert engine.apply_weights(1, drain=True) == 1
@@ -174,8 +180,9 @@ def test_a_drain_lets_what_runs_end_and_nothing_begin_though_nobody_waits_for_re
 
 def test_drained_no_request_has_two_versions(make):
     engine, asked = make(max_inflight=5), many(12)
-    engine.submit(asked)
+    engine.submit(asked[:4])
     after(engine, 3)
+    engine.submit(asked[4:])
     engine.stage_weights(1, weights(spec(seed=9)))
     thread, came = applying(engine, 1, drain=True)
     engine.resume()
