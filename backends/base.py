@@ -86,12 +86,28 @@ class OptimSpec:
     max_grad_norm: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much of an engine is in use, in requests."""
+
+    running: int
+    """Begun and not ended."""
+    waiting: int
+    """Submitted and not begun."""
+    limit: int
+    """Most that run at a time."""
+
+
 class InferEngine(Protocol):
     """Generates responses. All calls are thread-safe; `results` may run in one thread while others submit."""
 
     @property
     def version(self) -> Version | None:
         """Version of the weights in use; None before the first `apply_weights`."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """How many requests run and wait now."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; refuse a prompt that leaves no room for one token (DataError that names its key)."""
@@ -109,10 +125,18 @@ class InferEngine(Protocol):
         """Go on after `pause`."""
 
     def stage_weights(self, version: Version, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> None:
-        """Take new weights beside those in use; refuse unknown, missing or misshapen tensors (WeightsError)."""
+        """Take new weights beside those in use, in place of others that were staged and not applied.
 
-    def apply_weights(self, version: Version) -> None:
-        """Switch to the staged weights of this version between two tokens."""
+        Refuses unknown, missing or misshapen tensors (WeightsError); then everything is as it was before.
+        """
+
+    def apply_weights(self, version: Version, *, drain: bool = False, recompute: bool = False) -> Version:
+        """Switch between two tokens to what is staged: this version, or a newer one; return the one then in use.
+
+        With `drain` nothing begins from now on, and the call waits until what runs has ended. With `recompute` what
+        runs gets keys and values of the new weights before its next token; by default it keeps those it has. A
+        version that is neither staged nor in use is refused (WeightsError), and generation goes on without it.
+        """
 
     def sleep(self) -> None:
         """Give device memory back between phases (colocated mode)."""

@@ -34,23 +34,9 @@ class Problem:
 
 def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
-    return [
-        problem
-        for part in (
-            _model,
-            _data,
-            _stop,
-            _eval,
-            _reward,
-            _stages,
-            _batch,
-            _algorithm,
-            _schedule,
-            _staleness,
-            _emulated,
-        )
-        for problem in part(pipeline)
-    ]
+    model = (_model, _data, _stop, _eval, _reward, _stages)
+    training = (_batch, _algorithm, _schedule, _staleness, _weights, _emulated)
+    return [problem for part in (*model, *training) for problem in part(pipeline)]
 
 
 def _model(pipeline: Pipeline) -> Iterator[Problem]:
@@ -260,3 +246,13 @@ def _emulated(pipeline: Pipeline) -> Iterator[Problem]:
         other = next(name for name in kinds if kinds[name] == "emulated")
         why = f"{kinds[name]!r} cannot work with what emulated engines make up: emulate both or neither"
         yield Problem((name, "backend"), why, ((other, "backend"),))
+
+
+def _weights(pipeline: Pipeline) -> Iterator[Problem]:
+    weights, why = pipeline.weights, None
+    if weights.kv == "recompute" and pipeline.phased:
+        why = f"has no effect in mode {pipeline.mode}, in which nothing runs while weights change: leave it out"
+    elif weights.kv == "recompute" and weights.apply != "interrupt":
+        why = f"has no effect with weights.apply {weights.apply}, which interrupts no response: use `apply: interrupt`"
+    if why:
+        yield Problem(("weights", "kv"), why, (("mode",), ("weights", "apply")), at="key")

@@ -245,6 +245,11 @@ class Weights(Section):
 
     channel: Literal["file"] = "file"
     """`file`: safetensors in the run's folder, deleted when every engine has them."""
+    apply: Literal["interrupt", "drain", "boundary"] = "interrupt"
+    """When an engine takes new weights: `interrupt` between two tokens, `drain` when the responses that run have ended,
+    and nothing begins before, `boundary` when the prompts that are being answered are answered."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """Keys and values of a response that is interrupted: `keep` them, or `recompute` them by the new weights."""
     timeout: Seconds = 60.0
     """Longest wait for an engine to take new weights."""
 

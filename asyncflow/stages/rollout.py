@@ -1,7 +1,7 @@
 """Rollout: prompts in, responses out, each with the log-probability and the version of every token.
 
 A response is written as soon as it is finished; its seed follows from its row's identity, so it does not depend on
-which rows were generated beside it. New weights are taken between two tokens.
+which rows were generated beside it. When new weights are taken, `switching` knows.
 """
 
 import itertools
@@ -12,10 +12,11 @@ import numpy as np
 from asyncflow.backends import infer_engine
 from asyncflow.backends.base import Completion, InferEngine, Request, Sampling
 from asyncflow.data.tokenizer import tokenizer
-from asyncflow.execute.messages import Applied, Apply, Command, Stop
+from asyncflow.execute.messages import Applied, Apply, Command, Failed, Stop
 from asyncflow.seeds import mix
 from asyncflow.stage import Context, Drop, Part
 from asyncflow.stages.model import model_spec, stop_tokens
+from asyncflow.stages.switching import Switching
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
 from asyncflow.types import Int64s
@@ -35,11 +36,23 @@ class Rollout:
             max_inflight=config.rollout.max_inflight,
             options=config.rollout.options,
         )
-        self._channel = FileChannel(context.folder / "weights")
+        self._switching = Switching(
+            self._engine,
+            FileChannel(context.folder / "weights").load,
+            lambda version: context.emit(Applied(version)),
+            lambda why: context.emit(Failed(f"in replica {context.replica}, {why}")),
+            when=config.weights.apply,
+            recompute=config.weights.kv == "recompute",
+            timeout=config.executor.wait_timeout,
+        )
         self._colocated = config.mode == "colocated"
         self._keys = itertools.count()
 
     def process(self, batch: Batch) -> Iterator[Part | Drop]:
+        with self._switching.batch():
+            yield from self._answer(batch)
+
+    def _answer(self, batch: Batch) -> Iterator[Part | Drop]:
         requests = self._requests(batch)
         if self._colocated:
             self._engine.wake()
@@ -56,15 +69,18 @@ class Rollout:
             self._engine.sleep()
 
     def command(self, command: Command) -> None:
-        """Take new weights, or end early."""
+        """Take new weights, or end early; waits for neither."""
         if isinstance(command, Apply):
-            self._engine.stage_weights(command.version, self._channel.load(command.version))
-            self._engine.apply_weights(command.version)
-            self._context.emit(Applied(command.version))
+            self._switching.ask(command.version)
         elif isinstance(command, Stop):
-            self._engine.close()
+            self._end()
 
     def close(self) -> None:
+        self._end()
+        self._switching.join(self._context.config.executor.stop_timeout)
+
+    def _end(self) -> None:
+        self._switching.close()
         self._engine.close()
 
     def _requests(self, batch: Batch) -> list[Request]:

@@ -40,6 +40,9 @@ class Rows:
     budget: Int64s
     pad: Int64s
     """Columns of the cache before the row's first."""
+    prompt: Int64s
+    """Prompts (B, P), filled up to `asked`."""
+    asked: Int64s
     count: Int64s
     tokens: Int64s
     logprobs: npt.NDArray[np.float32]
@@ -79,6 +82,7 @@ class Running:
         self._sdpa = model.config._attn_implementation == "sdpa"
         self._rows: Rows | None = None
         self._cache: Cache | None = None
+        self._outdated = False
 
     def __len__(self) -> int:
         return 0 if self._rows is None else int(self._rows.alive.sum())
@@ -90,15 +94,12 @@ class Running:
 
     def begin(self, requests: Sequence[Request], limit: int, version: Version) -> list[Completion]:
         """Read the prompts, each distinct one once, and draw the first token of each request."""
+        self._refresh()
         prompts, prompt_of = _distinct(requests)
         rows = _rows(requests, limit)
-        width = max(map(len, prompts))
-        pad = np.array([width - len(prompt) for prompt in prompts])
-        tokens = np.zeros((len(prompts), width), np.int64)
-        for row, prompt in enumerate(prompts):
-            tokens[row, pad[row] :] = prompt
+        tokens, pad = _flush_right(prompts)
         cache = new_cache(self._model.config, room=0)
-        logits = self._forward(tokens, pad, width, cache)
+        logits = self._forward(tokens, pad, tokens.shape[1], cache)
         room = int(rows.budget.max())
         select(cache, torch.from_numpy(prompt_of).to(logits.device), 0, room)
         begun = replace(rows, pad=pad[prompt_of])
@@ -108,6 +109,7 @@ class Running:
 
     def step(self, version: Version) -> list[Completion]:
         """Draw the next token of each row."""
+        self._refresh()
         self._compact()
         rows, cache = self._rows, self._cache
         if rows is None or cache is None:
@@ -115,6 +117,10 @@ class Running:
         last = rows.tokens[np.arange(len(rows.key)), rows.count - 1]
         logits = self._forward(last[:, None], rows.pad, _length(cache) + 1, cache)
         return self._draw(rows, logits, version)
+
+    def outdate(self) -> None:
+        """Compute the keys and values of all rows anew, by the weights that are there then, before the next token."""
+        self._outdated = True
 
     def abort(self, keys: set[int]) -> list[Completion]:
         """End rows with what they have."""
@@ -167,6 +173,25 @@ class Running:
         older = replace(self._rows, pad=self._rows.pad + max(0, theirs - mine))
         self._rows = older.join(replace(rows, pad=rows.pad + max(0, mine - theirs)))
 
+    def _refresh(self) -> None:
+        """Read what the rows hold in one pass, if their keys and values are outdated; the last token is not read yet.
+
+        The old cache is let go before the new one is made, and rows that have ended leave.
+        """
+        rows, outdated = self._rows, self._outdated
+        self._outdated = False
+        if rows is None or not outdated:
+            return
+        kept = rows.take(np.flatnonzero(rows.alive))
+        self._rows = self._cache = None
+        if not len(kept.key):
+            return
+        each = zip(kept.prompt, kept.asked, kept.tokens, kept.count, strict=True)
+        tokens, pad = _flush_right([np.concatenate([p[:asked], t[: count - 1]]) for p, asked, t, count in each])
+        cache = new_cache(self._model.config, room=int((kept.budget - kept.count).max()))
+        self._forward(tokens, pad, tokens.shape[1], cache)
+        self._rows, self._cache = replace(kept, pad=pad), cache
+
     def _compact(self) -> None:
         """Let rows that have ended leave, when they are enough of them."""
         if self._rows is None or self._cache is None:
@@ -186,6 +211,10 @@ def _rows(requests: Sequence[Request], limit: int) -> Rows:
     sampling = [request.sampling for request in requests]
     budget = np.array([min(s.max_tokens, limit - len(r.prompt)) for s, r in zip(sampling, requests, strict=True)])
     size, wide = len(requests), max(len(s.stop_tokens) for s in sampling)
+    asked = np.array([len(request.prompt) for request in requests])
+    prompts = np.zeros((size, asked.max()), np.int64)
+    for row, request in enumerate(requests):
+        prompts[row, : asked[row]] = request.prompt
     stops = np.array([[*s.stop_tokens, *[-1] * (wide - len(s.stop_tokens))] for s in sampling], np.int64)
     return Rows(
         key=np.array([request.key for request in requests], np.int64),
@@ -196,6 +225,8 @@ def _rows(requests: Sequence[Request], limit: int) -> Rows:
         stops=stops.reshape(size, wide),
         budget=budget,
         pad=np.zeros(size, np.int64),
+        prompt=prompts,
+        asked=asked,
         count=np.zeros(size, np.int64),
         tokens=np.zeros((size, budget.max()), np.int64),
         logprobs=np.zeros((size, budget.max()), np.float32),
@@ -215,6 +246,16 @@ def _distinct(requests: Sequence[Request]) -> tuple[list[Int64s], Int64s]:
         if prompt_of[row] == len(prompts):
             prompts.append(prompt)
     return prompts, prompt_of
+
+
+def _flush_right(sequences: Sequence[Int64s]) -> tuple[Int64s, Int64s]:
+    """Return sequences as one array (B, L), and how many columns are before the first of each (B,)."""
+    width = max(map(len, sequences))
+    pad = np.array([width - len(sequence) for sequence in sequences])
+    tokens = np.zeros((len(sequences), width), np.int64)
+    for row, sequence in enumerate(sequences):
+        tokens[row, pad[row] :] = sequence
+    return tokens, pad
 
 
 def _length(cache: Cache) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.backends.base import Completion, FinishReason, ModelSpec, Request
+from asyncflow.backends.base import Capacity, Completion, FinishReason, ModelSpec, Request
 from asyncflow.backends.costs import InferCosts
 from asyncflow.errors import DataError, QueueClosed, WeightsError
 from asyncflow.types import Version
@@ -53,12 +53,20 @@ class EmulatedEngine:
         self._stalls = 0.0
         """Seconds in which nothing advances: prefills and switches that are still under way."""
         self._paused = self._asleep = self._closed = False
+        self._draining = 0
+        """Calls that wait until nothing runs."""
         self._turn = threading.Condition()
 
     @property
     def version(self) -> Version | None:
         """Version of the weights in use; None before the first `apply_weights`."""
         return self._spans[-1][1] if self._spans else None
+
+    @property
+    def capacity(self) -> Capacity:
+        """How many requests run and wait now."""
+        with self._now():
+            return Capacity(len(self._running), len(self._waiting), self._max_inflight)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none; DataError names the key of one that cannot be answered."""
@@ -126,15 +134,29 @@ class EmulatedEngine:
                 raise WeightsError(f"version {version} is older than version {self.version}, which is in use")
             self._staged = version
 
-    def apply_weights(self, version: Version) -> None:
-        """Switch to the staged weights; what runs keeps its tokens."""
+    def apply_weights(self, version: Version, *, drain: bool = False, recompute: bool = False) -> Version:
+        """Switch to what is staged; what runs keeps its tokens, or with `drain` ends before."""
         with self._now():
-            if self._staged != version:
+            if version == self.version:
+                return version
+            if self._staged is None or self._staged < version:
                 raise WeightsError(f"version {version} cannot be applied: {self._staged} is staged")
-            self._spans.append((self._advance, version))
-            self._staged = None
+            self._draining += int(drain)
+            try:
+                while drain and self._running:
+                    self._turn.wait(self._until_next())
+                    self._catch_up()
+            finally:
+                self._draining -= int(drain)
+            if self._staged is not None:
+                self._spans.append((self._advance, self._staged))
+                self._staged = None
             self._stalls += self._costs.apply
+            if recompute:
+                held = sum(len(each.request.prompt) + self._advance - each.begun for each in self._running.values())
+                self._stalls += self._costs.prefill * held
             self._begin()
+            return self._spans[-1][1]
 
     def sleep(self) -> None:
         """Stop; what runs keeps its place."""
@@ -191,7 +213,7 @@ class EmulatedEngine:
             self._advance += (spent - stall) / pace
 
     def _begin(self) -> None:
-        while self._spans and self._waiting and len(self._running) < self._max_inflight:
+        while self._spans and not self._draining and self._waiting and len(self._running) < self._max_inflight:
             request = self._waiting.popleft()
             length = min(int(self._costs.lengths.draw(np.array([request.seed]))[0]), request.sampling.max_tokens)
             self._running[request.key] = _Running(request, self._advance, length)

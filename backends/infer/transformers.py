@@ -2,7 +2,8 @@
 
 The loop runs in whichever thread waits for results, one token for all rows at a time. Every other call takes
 effect between two tokens: it waits for the token at hand, and the loop waits for it. Rows that run while weights
-change keep their tokens and their keys and values; each token carries the version that drew it.
+change keep their tokens, and their keys and values unless these are to be computed anew; each token carries the
+version that drew it. Nothing but running rows has keys and values: no later request can meet old ones.
 """
 
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.backends.base import Completion, ModelSpec, Request
+from asyncflow.backends.base import Capacity, Completion, ModelSpec, Request
 from asyncflow.backends.infer.decode import Running
 from asyncflow.backends.models import default_device, new_model, read_options
 from asyncflow.errors import DataError, QueueClosed, WeightsError
@@ -49,6 +50,8 @@ class TransformersEngine:
         self._turn = threading.Condition()
         self._computing = False
         self._guests = 0
+        # Calls that wait until nothing runs; nothing begins meanwhile.
+        self._draining = 0
         self._paused = self._asleep = self._closed = False
         self._failure: BaseException | None = None
 
@@ -60,6 +63,12 @@ class TransformersEngine:
     def version(self) -> Version | None:
         """Version of the weights in use; None before the first `apply_weights`."""
         return self._version
+
+    @property
+    def capacity(self) -> Capacity:
+        """How many requests run and wait, between two tokens."""
+        with self._between():
+            return Capacity(len(self._running), len(self._waiting), self._max_inflight)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none; DataError names the key of one that cannot be answered."""
@@ -127,16 +136,35 @@ class TransformersEngine:
                 raise WeightsError(f"version {version} is older than version {self._version}, which is in use")
             self._staged = version, _untied(version, expected, staged)
 
-    def apply_weights(self, version: Version) -> None:
-        """Switch to the staged weights between two tokens; what runs keeps its tokens, keys and values."""
-        with self._between():
-            if self._staged is None or self._staged[0] != version:
-                has = "nothing" if self._staged is None else f"version {self._staged[0]}"
-                raise WeightsError(f"version {version} cannot be applied: {has} is staged")
-            tensors = self._model.state_dict(keep_vars=True)
-            for name, tensor in self._staged[1].items():
-                tensors[name].data = tensor
-            self._version, self._staged = version, None
+    def apply_weights(self, version: Version, *, drain: bool = False, recompute: bool = False) -> Version:
+        """Switch between two tokens to what is staged: this version, or a newer one; return the one then in use.
+
+        With `drain` nothing begins from now on, and the call waits until what runs has ended, drawing its tokens if
+        nobody else does. With `recompute` one pass over what runs renews its keys and values before its next token.
+        """
+        with self._turn:
+            self._check_open()
+            self._check_there(version)
+        with self._drained(version) if drain else self._between():
+            self._check_there(version)
+            if self._staged is not None and self._staged[0] >= version:
+                self._switch(*self._staged)
+                if recompute:
+                    self._running.outdate()
+            assert self._version is not None
+            return self._version
+
+    def _check_there(self, version: Version) -> None:
+        there = [has for has in (self._version, self._staged and self._staged[0]) if has is not None]
+        if max(there, default=-1) < version:
+            has = "nothing" if self._staged is None else f"version {self._staged[0]}"
+            raise WeightsError(f"version {version} cannot be applied: {has} is staged")
+
+    def _switch(self, version: Version, staged: Mapping[str, Tensor]) -> None:
+        tensors = self._model.state_dict(keep_vars=True)
+        for name, tensor in staged.items():
+            tensors[name].data = tensor
+        self._version, self._staged = version, None
 
     def sleep(self) -> None:
         """Stop after the current token and move the model off an accelerator; what runs keeps its place."""
@@ -160,6 +188,24 @@ class TransformersEngine:
             self._waiting.clear()
             self._done.clear()
             self._model.to("meta")
+
+    @contextmanager
+    def _drained(self, version: Version) -> Iterator[None]:
+        """Hold the lock when nothing runs any more, or when this version is in use without that."""
+        with self._turn:
+            self._draining += 1
+            try:
+                while self._computing or (len(self._running) and (self._version or 0) < version):
+                    self._check_open()
+                    if self._may_compute():
+                        self._token()
+                    else:
+                        self._turn.wait()
+                self._check_open()
+                yield
+            finally:
+                self._draining -= 1
+                self._turn.notify_all()
 
     @contextmanager
     def _between(self) -> Iterator[None]:
@@ -186,10 +232,15 @@ class TransformersEngine:
                     return [self._done.pop(key) for key in ready]
                 if not wanted <= self._known:
                     raise DataError(f"request {min(wanted - self._known)} was not submitted, or was yielded already")
-                if self._computing or self._guests or self._paused or self._asleep:
-                    self._turn.wait()
-                else:
+                if self._may_compute():
                     self._token()
+                else:
+                    self._turn.wait()
+
+    def _may_compute(self) -> bool:
+        if self._computing or self._guests or self._paused or self._asleep:
+            return False
+        return not self._draining or len(self._running) > 0
 
     def _token(self) -> None:
         """Draw one token of each row, or begin requests that have room; holds the lock only before and after."""
@@ -215,6 +266,8 @@ class TransformersEngine:
 
     def _admitted(self) -> list[Request]:
         running = len(self._running)
+        if self._draining:
+            return []
         free = self._max_inflight - running
         if running and (free < max(1, self._max_inflight // 4) or not self._running.joins):
             return []

@@ -138,3 +138,14 @@ def test_a_step_takes_the_time_of_its_tokens_and_makes_a_version():
     assert (name, tensor.nbytes, float(tensor[0])) == ("weights", 4000, 1.0)
     with pytest.raises(ConfigError):
         EmulatedTrainer(SPEC, optim=OPTIM, temperature=1.0, options={"tokens": 1})
+
+
+def test_a_drain_lets_what_runs_end_and_nothing_begin():
+    own = engine(inflight=1, decode=0.005, lengths={"mean": 20})
+    own.submit(requests(prompts(2), max_tokens=50))
+    own.stage_weights(2, [])
+    assert own.apply_weights(2, drain=True) == 2
+    assert own.apply_weights(2) == 2, "again, and nothing happens"
+    found = {done.key: set(done.versions.tolist()) for some in own.results([0, 1]) for done in some}
+    assert found == {0: {1}, 1: {2}}
+    assert own.capacity.running == own.capacity.waiting == 0

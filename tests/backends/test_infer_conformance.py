@@ -1,4 +1,4 @@
-"""What every inference engine must do; an adapter joins by adding its factory to ENGINES."""
+"""What every inference engine must do; an adapter joins by adding its factory to ENGINES in conftest."""
 
 import threading
 from dataclasses import replace
@@ -8,41 +8,9 @@ import pytest
 import torch
 
 from asyncflow.backends.base import Request, Sampling
-from asyncflow.backends.infer.transformers import TransformersEngine
 from asyncflow.backends.models import new_model
 from asyncflow.errors import DataError, QueueClosed, WeightsError
-from tests.backends.tiny import SPEC, VOCABULARY, answer, naive_logprobs, prompts, requests, spec, weights
-
-ENGINES = [TransformersEngine]
-
-
-@pytest.fixture(params=ENGINES, ids=lambda factory: factory.__name__)
-def factory(request):
-    return request.param
-
-
-@pytest.fixture
-def make(factory):
-    made = []
-
-    def build(model=SPEC, max_inflight=16, version=0):
-        engine = factory(model, max_inflight=max_inflight, options={})
-        made.append(engine)
-        if version is not None:
-            engine.stage_weights(version, weights(model))
-            engine.apply_weights(version)
-        return engine
-
-    yield build
-    for engine in made:
-        engine.close()
-
-
-def agree(first, second):
-    assert first.keys() == second.keys()
-    for key, one in first.items():
-        assert one.tokens.tolist() == second[key].tokens.tolist(), key
-        np.testing.assert_allclose(one.logprobs, second[key].logprobs, atol=1e-5)
+from tests.backends.tiny import SPEC, VOCABULARY, agree, answer, naive_logprobs, prompts, requests, spec, weights
 
 
 def test_completions_have_one_entry_for_each_token(make):

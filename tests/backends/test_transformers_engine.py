@@ -58,6 +58,28 @@ def test_other_kinds_of_model_work(config):
         np.testing.assert_allclose(one.logprobs, naive_logprobs(whole, request.prompt, one.tokens), atol=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_keys_are_recomputed_where_rows_cannot_join_a_cache(temperature):
+    kinds = [spec(seed=s, use_sliding_window=True, sliding_window=4, max_window_layers=1) for s in (3, 3, 9)]
+    asked = requests(prompts(6), max_tokens=20, temperature=temperature)
+    made, models = engine(kinds[0]), [new_model(kind) for kind in kinds]
+    made.submit([replace(one, sampling=replace(one.sampling, max_tokens=4 + 8 * i)) for i, one in enumerate(asked[:2])])
+    made.submit(asked[2:])
+    waiting = made.results(range(6))
+    found = {c.key: c for c in next(waiting)}
+    for version in (1, 2):
+        made.stage_weights(version, weights(kinds[version]))
+        made.apply_weights(version, recompute=True)
+        found.update((c.key, c) for c in next(waiting))
+    found.update((c.key, c) for completions in waiting for c in completions)
+    for one in asked:
+        for version in np.unique(found[one.key].versions):
+            span, tokens = found[one.key].versions == version, found[one.key].tokens
+            expected = naive_logprobs(models[version], one.prompt, tokens, temperature or 1.0)
+            np.testing.assert_allclose(found[one.key].logprobs[span], expected[span], atol=2e-5)
+    assert {tuple(np.unique(c.versions)) for c in found.values()} == {(0,), (0, 1), (0, 1, 2)}
+
+
 def test_eager_attention_gives_the_same_numbers():
     asked = requests(prompts(6))
     eager, fused = answer(engine(attention="eager"), asked), answer(engine(), asked)

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from asyncflow.backends.base import ModelSpec, OptimSpec, Request, Sampling
-from asyncflow.backends.models import new_model
+from asyncflow.backends.models import cache_keyword, new_model
 from asyncflow.storage.batch import Batch
 
 VOCABULARY = 19
@@ -54,6 +55,14 @@ def answer(engine, submitted):
     return found
 
 
+def agree(first, second):
+    """Check that two answers have the same keys, tokens and log-probabilities."""
+    assert first.keys() == second.keys()
+    for key, one in first.items():
+        assert one.tokens.tolist() == second[key].tokens.tolist(), key
+        np.testing.assert_allclose(one.logprobs, second[key].logprobs, atol=1e-5)
+
+
 def batch(rows, seed=0, longest=7, empty=False, **columns):
     """Rows of random prompts and responses with rollout log-probabilities and advantages."""
     rng = np.random.default_rng(seed)
@@ -78,3 +87,20 @@ def naive_logprobs(model, prompt, response, temperature=1.0):
         logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
     logs = torch.log_softmax(logits.float() / temperature, dim=-1)
     return logs.gather(-1, torch.from_numpy(np.array(response))[:, None])[:, 0].numpy()
+
+
+def mixed_logprobs(models, prompt, response, versions):
+    """Log-probabilities of a response, each token read once by the model of its version, on the keys of those before.
+
+    `models` has a model for each version.
+    """
+    cache, logs = DynamicCache(config=models[versions[0]].config), []
+    read = torch.from_numpy(np.array(prompt))[None]
+    for token, version in zip(response.tolist(), versions.tolist(), strict=True):
+        with torch.no_grad():
+            logits = models[version](input_ids=read, use_cache=True, **{cache_keyword(models[version]): cache}).logits[
+                0, -1
+            ]
+        logs.append(float(torch.log_softmax(logits.float(), dim=-1)[token]))
+        read = torch.tensor([[token]])
+    return np.array(logs)

@@ -42,6 +42,11 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             ["mode=async", "run_ahead=3"],
             "run_ahead: 3 steps are never ahead: max_staleness 1 admits 2; use at most that",
         ),
+        (["weights.kv=recompute"], "weights.kv: has no effect in mode separated, in which nothing runs while weights"),
+        (
+            ["mode=streaming", "weights={kv: recompute, apply: drain}"],
+            "weights.kv: has no effect with weights.apply drain, which interrupts no response: use `apply: interrupt`",
+        ),
         (["train.lr_warmup=200"], "train.lr_warmup: 200 is more than train.steps 100"),
         (["train.kl=k1"], "train.kl: has no effect while kl_coef is 0"),
         (["train.algorithm=rloo", "train.std=biased"], "train.std: is not used by rloo, only by grpo"),

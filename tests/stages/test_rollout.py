@@ -1,0 +1,93 @@
+"""Rollout under command: weights are asked for while it generates, and it ends when it is told to."""
+
+import threading
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from asyncflow.backends.models import new_model
+from asyncflow.config.model import Data, Model, Pipeline, Reward, Rollout, Weights
+from asyncflow.data.tokenizer import tokenizer
+from asyncflow.errors import QueueClosed
+from asyncflow.execute.messages import Applied, Apply, Stop
+from asyncflow.stage import Context
+from asyncflow.stages import rollout
+from asyncflow.stages.model import model_spec
+from asyncflow.storage import Batch
+from asyncflow.weights import FileChannel
+from tests.backends.tiny import CONFIG
+
+
+@pytest.fixture(params=["interrupt", "drain", "boundary"])
+def stage(request, tmp_path):
+    """A rollout stage whose engine has version 0, with version 1 published; and the versions that it told of."""
+    shape = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
+    config = Pipeline(
+        model=Model(config=shape, tokenizer="characters"),
+        data=Data(source="python"),
+        reward=Reward(fn="exact_match"),
+        rollout=Rollout(max_response_tokens=20, max_inflight=8),
+        mode="async",
+        weights=Weights(apply=request.param),
+    )
+    channel = FileChannel(tmp_path / "weights")
+    state = new_model(model_spec(config, tokenizer(config.model), None)).state_dict()
+    for version in (0, 1):
+        channel.publish(version, state.items())
+    told: SimpleQueue[object] = SimpleQueue()
+    made = rollout.Rollout()
+    made.setup(Context(config, "rollout-0", tmp_path, told.put))
+    made.command(Apply(0))
+    assert told.get(timeout=30) == Applied(0)
+    yield made, told
+    made.close()
+
+
+def batch(rows=4):
+    return Batch(
+        {
+            "prompt_tokens": [np.array([5, 6])] * rows,
+            "temperature": np.ones(rows, np.float32),
+            "seed": np.arange(rows),
+            "rollout_id": np.arange(rows),
+        }
+    )
+
+
+def answering(made):
+    """Answer a batch in a thread; return it, and the list that gets its parts, or the error that ended it."""
+    came = []
+
+    def answer():
+        try:
+            came.extend(made.process(batch()))
+        except QueueClosed as error:
+            came.append(error)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    return thread, came
+
+
+def test_new_weights_are_asked_for_without_a_wait_and_told_of_when_they_are_used(stage):
+    made, told = stage
+    made._engine.pause()
+    thread, came = answering(made)
+    made.command(Apply(1))
+    made._engine.resume()
+    thread.join(30)
+    assert told.get(timeout=30) == Applied(1)
+    assert made._engine.version == 1
+    assert sorted(np.concatenate([part.positions for part in came]).tolist()) == [0, 1, 2, 3]
+
+
+def test_it_ends_at_once_whatever_is_under_way(stage):
+    made, told = stage
+    made._engine.pause()
+    thread, came = answering(made)
+    made.command(Apply(1))
+    made.command(Stop())
+    thread.join(30)
+    assert [type(one) for one in came] == [QueueClosed]
+    assert told.empty() or told.get() == Applied(1)
