@@ -42,13 +42,13 @@ def test_stopping_ends_waits_but_those_of_the_stop_itself():
 
 def test_a_group_is_lost_when_its_last_row_is():
     own = board()
-    own.take("a", Dropped("train", "reward", "timeout", (7, 8)))
+    own.take("a", Dropped("train", "reward", "timeout", (7, 8), (70, 80)))
     assert own.lost == 0
-    own.take("a", Dropped("train", "reward", "timeout", (7,)))
+    own.take("a", Dropped("train", "reward", "timeout", (7,), (71,)))
     assert own.lost == 1
-    own.take("a", Dropped("eval", "reward", "timeout", (8,)))
+    own.take("a", Dropped("eval", "reward", "timeout", (8,), (81,)))
     assert own.lost == 1
-    assert own.dropped == {"train": 3, "eval": 1}
+    assert own.dropped == 3
 
 
 def test_engines_are_behind_until_they_have_applied_a_version():
@@ -70,8 +70,8 @@ def test_steps_and_rewards_are_kept_apart_by_table():
 
 def test_how_groups_end_is_told_once():
     own = board()
-    own.take("a", Dropped("train", "reward", "timeout", (7, 7)))
-    own.take("b", Dropped("train", "train", REQUEUED, (8, 8)))
+    own.take("a", Dropped("train", "reward", "timeout", (7, 7), (70, 71)))
+    own.take("b", Dropped("train", "train", REQUEUED, (8, 8), (80, 81)))
     own.take("b", Stepped("train", 1, {}, groups=(3, 4), rows=4))
     assert (own.lost, own.discarded, own.trained) == (1, 2, 4)
     assert own.take_ended() == Ended([7], [8], [3, 4])
@@ -80,6 +80,6 @@ def test_how_groups_end_is_told_once():
 
 def test_a_group_that_is_dropped_while_it_is_trained_was_trained():
     own = board()
-    own.take("a", Dropped("train", "beside", "odd", (7, 7)))
+    own.take("a", Dropped("train", "beside", "odd", (7, 7), (70, 71)))
     own.take("b", Stepped("train", 1, {}, groups=(7,), rows=2))
     assert (own.lost, own.take_ended()) == (0, Ended(trained=[7]))

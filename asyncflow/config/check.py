@@ -36,7 +36,7 @@ def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     return [
         problem
-        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule, _staleness)
+        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule, _staleness, _stall)
         for problem in part(pipeline)
     ]
 
@@ -236,3 +236,11 @@ def _staleness(pipeline: Pipeline) -> Iterator[Problem]:
     if ahead is not None and ahead > most:
         why = f"{ahead} steps are never ahead: max_staleness {pipeline.staleness} admits {most}; use at most that"
         yield Problem(("run_ahead",), why, (("max_staleness",), ("mode",)))
+
+
+def _stall(pipeline: Pipeline) -> Iterator[Problem]:
+    executor = pipeline.executor
+    stall, wait = executor.stall_timeout, executor.wait_timeout
+    if stall != type(executor).model_fields["stall_timeout"].default and stall >= wait:
+        why = f"{stall:g} s is never reached: executor.wait_timeout ends the run after {wait:g} s; use less than that"
+        yield Problem(("executor", "stall_timeout"), why, (("executor", "wait_timeout"),))
