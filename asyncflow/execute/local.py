@@ -77,6 +77,11 @@ class LocalExecutor:
         self._beginning = threading.Lock()
         """Held while a replica is begun: none is after the end."""
 
+    @property
+    def pids(self) -> dict[str, int | None]:
+        """Process ids of the replicas that are processes."""
+        return {name: own.process.pid for name, own in tuple(self._processes.items())}
+
     def warm(self) -> None:
         """Begin with what takes longest in a start; returns at once."""
         warm()

@@ -61,12 +61,14 @@ def build(spec: StageSpec) -> Stage:
     return FunctionStage(resolve(spec.build))
 
 
-def careful(spec: StageSpec) -> StageSpec:
-    """Return a stage that takes rows one at a time, if each of its rows stands alone, as with those of ours."""
+def careful(spec: StageSpec, group_size: int) -> StageSpec:
+    """Return a stage that takes one group at a time, if its rows stand alone, as with those of ours that write."""
     take = spec.take
     if not spec.build.startswith("asyncflow.stages.") or not spec.writes:
         return spec
-    return replace(spec, take=replace(take, groups=1) if take.groups else replace(take, rows=1))
+    # Rows of a group come one after another.
+    rows = group_size if spec.table == "train" else 1
+    return replace(spec, take=replace(take, groups=1) if take.groups else replace(take, rows=rows))
 
 
 class Replica:
@@ -169,7 +171,7 @@ class Replica:
         """Work on as many batches at once as the stage has lanes; first alone, if this may fail again."""
         stage = self._stages[spec.build]
         if self._assignment.failures >= CAREFUL:
-            self._loop(careful(spec), stage, context, lambda lease: lease.attempt == 1)
+            self._loop(careful(spec, context.config.train.group_size), stage, context, lambda lease: lease.attempt == 1)
         lanes = [
             threading.Thread(target=self._loop, args=(spec, stage, context), name=self._named(spec), daemon=True)
             for _ in range(spec.lanes - 1)

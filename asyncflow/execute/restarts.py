@@ -3,7 +3,7 @@
 A failure that the same rows, the same code or the same configuration would meet again is final, and so is every one
 of the trainer's process, which alone holds what was learned. Any other is forgiven once the replica has finished
 `FORGIVEN` batches since. Rows that their replica has failed with three times leave (see `TransferQueue`'s
-`max_attempts`): from the second failure in a row on a replica takes rows one at a time, so that they leave alone.
+`max_attempts`): from the second failure in a row on a replica takes group by group, so that one leaves alone.
 """
 
 import threading
@@ -29,7 +29,7 @@ from asyncflow.pipeline import StageSpec
 FORGIVEN = 10
 """Batches after which a replica that was started again counts as one that has never failed."""
 CAREFUL = 2
-"""Failures in a row from which a replica takes rows one at a time."""
+"""Failures in a row from which on a replica takes one group at a time."""
 _FINAL: tuple[type[AsyncflowError], ...] = (
     CheckpointError,
     ConfigError,
