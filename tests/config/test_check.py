@@ -40,6 +40,10 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             ["mode=async", "run_ahead=3"],
             "run_ahead: 3 steps are never ahead: max_staleness 1 admits 2; use at most that",
         ),
+        (
+            ["executor.stall_timeout=90", "executor.wait_timeout=60"],
+            "executor.stall_timeout: 90 s is never reached: executor.wait_timeout ends the run after 60 s; use less",
+        ),
         (["train.lr_warmup=200"], "train.lr_warmup: 200 is more than train.steps 100"),
         (["train.kl=k1"], "train.kl: has no effect while kl_coef is 0"),
         (["train.algorithm=rloo", "train.std=biased"], "train.std: is not used by rloo, only by grpo"),

@@ -1,4 +1,4 @@
-"""Runs whose replicas die or fail: they go on as if nothing had happened, or end with what happened and a checkpoint."""
+"""Runs whose replicas die or fail: they go on as if nothing had happened, or end with the error and a checkpoint."""
 
 import json
 import logging
