@@ -110,29 +110,51 @@ def test_a_stage_that_always_fails_ends_the_run_with_its_error_after_a_checkpoin
     assert Flow.resume(flow.folder).config.train.steps == 50
 
 
-POISON = """
+ENGINES = """
 import os
 import signal
+from pathlib import Path
 
 from asyncflow.backends.infer.transformers import TransformersEngine
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Poison(TransformersEngine):
     def submit(self, requests):
         if any(len(request.prompt) == 6 for request in requests):
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         super().submit(requests)
+
+
+class Mortal(TransformersEngine):
+    def results(self, keys):
+        for finished in super().results(keys):
+            for one in finished:
+                yield [one]
+                if Path("mortal").exists() and self.version == int(Path("mortal").read_text()):
+                    Path("mortal").unlink()
+                    die()
 """
 
 
-def test_a_prompt_that_kills_its_engine_every_time_is_dropped_alone_and_replaced(pipeline, tmp_path, monkeypatch):
-    (tmp_path / "poison.py").write_text(POISON)
-    about = tmp_path / "poison-1.dist-info"
+@pytest.fixture
+def engines(tmp_path, monkeypatch) -> Path:
+    """Engines of a package of its own, found by their entry points; returns the folder that they run in."""
+    (tmp_path / "dying.py").write_text(ENGINES)
+    about = tmp_path / "dying-1.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: poison\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[asyncflow.infer]\npoison = poison:Poison\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: dying\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[asyncflow.infer]\npoison = dying:Poison\nmortal = dying:Mortal\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("engines")
+def test_a_prompt_that_kills_its_engine_every_time_is_dropped_alone_and_replaced(pipeline):
     path = pipeline(
         mode="separated",
         data={"source": "python", "shuffle": False},
@@ -141,10 +163,41 @@ def test_a_prompt_that_kills_its_engine_every_time_is_dropped_alone_and_replaced
         eval={"rows": 0},
         warmup=None,
     )
-    words = ["big", "bat", "poison"[:5], "bet", "dig", "dog", "mad", "mat", "met"]
+    words = ["big", "bat", "toxic", "bet", "dig", "dog", "mad", "mat", "met"]
     summary = Flow.from_yaml(path, dataset=[{"word": word} for word in words]).start().wait(900)
     assert summary["ledger"] == {"admitted": 36, "done": 32, "dropped": {"max_attempts:rollout": 4}, "live": 0}
     assert summary["restarts"] == {"rollout-0": 3}
+
+
+def test_an_engine_that_dies_between_the_rows_of_a_batch_changes_no_number_of_a_run_in_phases(pipeline, engines):
+    path = pipeline(rollout={"backend": "mortal"}, warmup=None, eval={"rows": 0})
+    undisturbed = Flow.from_yaml(path).start().wait(600)
+    (engines / "mortal").write_text("1")
+    summary = Flow.from_yaml(path).start().wait(600)
+    assert summary["restarts"] == {"rollout-0": 1}
+    assert timeless(summary.folder) == timeless(undisturbed.folder)
+    assert samples(summary.folder) == samples(undisturbed.folder)
+
+
+def test_an_engine_that_dies_between_the_rows_of_a_group_leaves_them_what_they_have(pipeline, engines):
+    (engines / "mortal").write_text("1")
+    changes = {**LONG, "train": {"steps": 5}, "warmup": None, "rollout": {"backend": "mortal", "max_inflight": 8}}
+    summary = Flow.from_yaml(pipeline(**changes)).start().wait(600)
+    assert summary["restarts"] == {"rollout-0": 1}
+    assert summary["ledger"] == {"admitted": 80, "done": 80, "dropped": {}, "live": 0}
+    assert all(step["staleness_max"] <= 1 for step in summary_steps(summary.folder))
+
+
+def summary_steps(folder: Path) -> list[dict[str, object]]:
+    return [record for record in timeless(folder) if record["kind"] == "step"]
+
+
+def test_an_engine_that_is_killed_when_the_run_ends_leaves_nothing_behind(pipeline):
+    flow = Flow.from_yaml(pipeline(warmup=None, eval={"rows": 0})).start()
+    steps(flow, 3)
+    os.kill(flow.conductor.executor.pids["rollout-0"], signal.SIGKILL)
+    assert flow.wait(600)["complete"]
+    assert multiprocessing.active_children() == []
 
 
 HANGS = """
