@@ -448,7 +448,7 @@ class Conductor:
     def _save_what_is_left(self) -> None:
         """Leave a checkpoint of a run that failed, if anything was trained and the trainer lives."""
         trainer_lives = TRAINER in self.board.ready - self.board.finished and not self._stayers & self.board.failed
-        if not (self._begun and trainer_lives and sum(self.board.steps.values())):
+        if not (self._begun and trainer_lives and self.board.steps.total()):
             return
         try:
             self._save(self.folder / "checkpoint", final=True, failing=True)
