@@ -62,7 +62,7 @@ class Admission:
     def _under_way(self) -> bool:
         """Whether rows were admitted that are neither scored nor dropped."""
         board = self.board
-        return board.served["advantage"] + board.dropped["train"] < self.control.admitted * self.config.train.group_size
+        return board.served["advantage"] + board.dropped < self.control.admitted * self.config.train.group_size
 
     def _pace(self, done: int) -> Version:
         trained = self.control.first + done

@@ -2,12 +2,15 @@
 
 Events change the board under its lock; whoever waits names a condition over the board, a bound and, for the error,
 what is missing. The first failure ends every wait with ReplicaFailed, a request to stop ends them with Stopped.
+
+What replicas say may be lost with them, so nothing that the run depends on is counted from what they have said: rows
+are noted by their ids, and `settle` hears from the queue which of them live.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncflow.errors import AsyncflowError, ReplicaFailed, WaitTimeout
@@ -26,6 +29,10 @@ from asyncflow.execute.messages import (
     Worked,
 )
 from asyncflow.types import Float64s, Version
+from asyncflow.watchdog import Watchdog
+
+_AWAY = 60.0
+"""Seconds after which a wait looks again that a replica's restart has interrupted; its end is told."""
 
 TRAINER = "trainer-0"
 """The replica that makes the steps; of several ranks, the one that speaks for all."""
@@ -55,6 +62,10 @@ class Board:
     """Replicas that take weights."""
     group_size: int
     ready: set[str] = field(default_factory=set)
+    away: set[str] = field(default_factory=set)
+    """Replicas that have failed and are being started again: no wait counts the time that this takes."""
+    failed: set[str] = field(default_factory=set)
+    """Replicas that have failed for good."""
     finished: set[str] = field(default_factory=set)
     published: Version = -1
     applied: dict[str, Version] = field(default_factory=dict)
@@ -72,20 +83,54 @@ class Board:
     """Groups of the train table that have ended since they were last asked for."""
     rewards: list[Float64s] = field(default_factory=list)
     """Held-out rewards since `rewards` was last cleared."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Rows dropped by table."""
+    dropped: int = 0
+    """Rows of the train table that were dropped."""
+    requeued: int = 0
+    """Those of them that were dropped to be generated anew."""
     lost: int = 0
     """Groups of the train table all of whose rows were dropped, but for those that are generated anew."""
     saved: dict[str, Version] = field(default_factory=dict)
     failure: ReplicaFailed | None = None
     stopping: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
-    _losses: Counter[int] = field(default_factory=Counter)
+    watchdog: Watchdog | None = None
+    _losses: dict[int, set[int]] = field(default_factory=dict)
+    """Rows of the train table that were dropped, by group."""
+    _rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rows of the groups under way."""
 
     def take(self, replica: str, event: Event) -> None:
         """Note an event and wake whoever waits for it."""
         with self.changed:
             self._note(replica, event)
+            if self.watchdog is not None and not isinstance(event, Failed):
+                self.watchdog.moved()
+            self.changed.notify_all()
+
+    def fall(self, replica: str) -> None:
+        """Note that a replica has failed and is being started again."""
+        with self.changed:
+            self.ready.discard(replica)
+            self.applied.pop(replica, None)
+            self.away.add(replica)
+            self.changed.notify_all()
+
+    def admit(self, groups: Mapping[int, tuple[int, ...]]) -> None:
+        """Note which rows were admitted for groups."""
+        with self.changed:
+            self._rows.update(groups)
+
+    def under_way(self) -> tuple[int, ...]:
+        """Groups that were admitted and have not ended, as far as is known."""
+        with self.changed:
+            return tuple(self._rows)
+
+    def settle(self, groups: Iterable[int], living: Iterable[int]) -> None:
+        """Hear which rows live of groups that were under way before these were looked for."""
+        alive = set(living)
+        with self.changed:
+            for group in groups:
+                self._lose(group, set(self._rows.get(group, ())) - alive, "")
             self.changed.notify_all()
 
     def stop(self) -> None:
@@ -95,25 +140,47 @@ class Board:
             self.changed.notify_all()
 
     def wait(
-        self, until: Callable[[], bool], timeout: float, what: Callable[[], str], *, stopping: bool = False
+        self,
+        until: Callable[[], bool],
+        timeout: float,
+        what: Callable[[], str],
+        *,
+        stopping: bool = False,
+        failing: bool = False,
     ) -> None:
-        """Wait until a condition over the board holds; with `stopping`, also while the run is being stopped.
+        """Wait until a condition over the board holds; with `stopping` or `failing`, also while the run ends so.
 
-        Raises ReplicaFailed, Stopped, or WaitTimeout with what was waited for.
+        Raises ReplicaFailed, Stopped, or WaitTimeout with what was waited for. Time in which a replica is started
+        again does not count: that has a bound of its own.
         """
-        deadline = time.monotonic() + timeout
+        left, dog = timeout, self.watchdog
+        while True:
+            spent = self._sleep(until, left if dog is None else min(left, dog.pause), stopping, failing)
+            if spent is None:
+                return
+            left -= spent
+            if dog is not None:
+                dog.look(what)
+            if left <= 0:
+                stalled = "" if dog is None else dog.stalled
+                raise WaitTimeout(f"waited {timeout:g} s for {what()}{stalled}")
+
+    def _sleep(self, until: Callable[[], bool], longest: float, stopping: bool, failing: bool) -> float | None:
+        """Wait at most so long; None if the condition holds, else the seconds that count."""
+        counted = 0.0
         with self.changed:
             while True:
-                if self.failure is not None:
+                if self.failure is not None and not failing:
                     raise self.failure
                 if self.stopping and not stopping:
                     raise Stopped("the run was asked to stop")
                 if until():
-                    return
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise WaitTimeout(f"waited {timeout:g} s for {what()}")
-                self.changed.wait(left)
+                    return None
+                if counted >= longest:
+                    return counted
+                since, counts = time.monotonic(), not self.away
+                self.changed.wait(longest - counted if counts else _AWAY)
+                counted += (time.monotonic() - since) * counts
 
     def check(self) -> None:
         """Raise what would end a wait: ReplicaFailed or Stopped."""
@@ -133,9 +200,12 @@ class Board:
         match event:
             case Ready():
                 self.ready.add(replica)
+                self.away.discard(replica)
             case Finished():
                 self.finished.add(replica)
             case Failed(report):
+                self.failed.add(replica)
+                self.away.discard(replica)
                 self.failure = self.failure or ReplicaFailed(replica, report)
             case Published(version):
                 self.published = max(self.published, version)
@@ -146,6 +216,8 @@ class Board:
                 if table == "train":
                     self.trained += rows
                     self.ended.trained.extend(groups)
+                    for group in groups:
+                        self._rows.pop(group, None)
                     # A stage beside the trainer may drop a group that is being trained: then it was trained.
                     for group in set(groups) & set(self.ended.lost):
                         self.ended.lost.remove(group)
@@ -162,17 +234,30 @@ class Board:
                 self._drop(event)
 
     def _drop(self, event: Dropped) -> None:
-        self.dropped[event.table] += len(event.groups)
         if event.table != "train":
             return
         if event.stage == "train":
             self.discarded += len(event.groups)
-        for group in event.groups:
-            self._losses[group] += 1
-            if self._losses[group] == self.group_size:
-                if event.reason == REQUEUED:
-                    self.ended.requeued.append(group)
-                else:
-                    self.lost += 1
-                    self.ended.lost.append(group)
-                del self._losses[group]
+        if event.reason == REQUEUED:
+            self.requeued += len(event.groups)
+        by_group: dict[int, set[int]] = {}
+        for group, row in zip(event.groups, event.rows, strict=True):
+            by_group.setdefault(group, set()).add(row)
+        for group, rows in by_group.items():
+            self._lose(group, rows, event.reason)
+
+    def _lose(self, group: int, rows: set[int], reason: str) -> None:
+        """Note dropped rows of a group; those that are known to be are not counted again."""
+        known = self._losses.setdefault(group, set())
+        fresh = rows - known
+        if not fresh:
+            return
+        known |= fresh
+        self.dropped += len(fresh)
+        if len(known) == self.group_size:
+            self._rows.pop(group, None)
+            if reason == REQUEUED:
+                self.ended.requeued.append(group)
+            else:
+                self.lost += 1
+                self.ended.lost.append(group)

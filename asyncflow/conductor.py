@@ -26,11 +26,26 @@ from asyncflow.data.demonstrations import Demonstrations
 from asyncflow.data.draws import Draws
 from asyncflow.data.order import Order
 from asyncflow.data.prompts import Prompts
-from asyncflow.errors import CheckpointError, DataError, StorageError
+from asyncflow.errors import AsyncflowError, CheckpointError, DataError, StorageError
 from asyncflow.evaluation import evaluate
 from asyncflow.execute.local import LocalExecutor, assignments
-from asyncflow.execute.messages import Applied, Apply, Event, Failed, Publish, Published, Save, Stepped, Stop, Worked
+from asyncflow.execute.messages import (
+    REQUEUED,
+    Applied,
+    Apply,
+    Dropped,
+    Event,
+    Failed,
+    Publish,
+    Published,
+    Ready,
+    Save,
+    Stepped,
+    Stop,
+    Worked,
+)
 from asyncflow.execute.replica import Assignment
+from asyncflow.execute.restarts import Restarts, restartable
 from asyncflow.observe.metrics import Metrics
 from asyncflow.observe.steps import StepLog
 from asyncflow.seeds import mix
@@ -40,6 +55,7 @@ from asyncflow.storage import Batch, Schema, TransferQueue
 from asyncflow.storage.client import Table
 from asyncflow.storage.status import Counts
 from asyncflow.types import Int64s, Version
+from asyncflow.watchdog import Watchdog
 from asyncflow.weights import FileChannel
 
 log = logging.getLogger(__name__)
@@ -87,6 +103,13 @@ class Conductor:
     _telling: Lock = field(default_factory=Lock, init=False)
     _training_since: float = field(default=0.0, init=False)
     _steps: StepLog = field(init=False)
+    restarts: Restarts = field(init=False)
+    _begun: bool = field(default=False, init=False)
+    """Whether all replicas were ready once."""
+    _unsettled: bool = field(default=False, init=False)
+    """Whether some rows may have been dropped of which nobody has told."""
+    _stayers: frozenset[str] = field(init=False)
+    """Replicas that do not begin again."""
 
     def __post_init__(self) -> None:
         jobs = self._jobs()
@@ -96,8 +119,10 @@ class Conductor:
             group_size=self.config.train.group_size,
         )
         self._steps = StepLog(self.metrics)
+        self.restarts = Restarts(self.config.executor.max_restarts)
+        self._stayers = frozenset(job.name for job in jobs if not restartable(job.specs))
         self.queue = TransferQueue.open("embedded://")
-        self.executor = LocalExecutor(self.queue, self.report)
+        self.executor = LocalExecutor(self.queue, self.report, self.fell)
 
     @property
     def too_long(self) -> int:
@@ -125,9 +150,12 @@ class Conductor:
         except Stopped:
             self._save_early()
             return False
-        except StorageError as error:
-            # A replica that failed takes the queue with it: its own error says more than what follows from it.
-            raise self.board.failure or error from error
+        except AsyncflowError as error:
+            self._save_what_is_left()
+            if isinstance(error, StorageError) and self.board.failure is not None:
+                # A trainer that failed takes the queue with it: its own error says more than what follows from it.
+                raise self.board.failure from error
+            raise
         finally:
             self._close()
         return True
@@ -144,14 +172,53 @@ class Conductor:
             self._steps.stepped(event, self.board)
         elif isinstance(event, Worked):
             self._steps.worked(event, self.board)
+            self.restarts.work(replica)
         self.board.take(replica, event)
         if isinstance(event, Published) and not self.board.stopping and not self._held_back:
             self._apply(event.version)
         elif isinstance(event, Applied):
             self._retire(event.version)
-        elif isinstance(event, Failed):
+        elif isinstance(event, Ready) and self._begun:
+            self._catch_up(replica)
+        elif isinstance(event, Dropped) and self._unsettled:
+            self._settle()
+
+    def fell(self, replica: str, failed: Failed) -> int:
+        """Hear how a replica has failed; how often in a row, if it is to begin again, else 0 and the run ends."""
+        before = self.restarts.counts[replica]
+        again = self._begun and not failed.final and not self.board.stopping and self.phase != "ending"
+        failures = self.restarts.fail(replica) if again else 0
+        if failures:
+            self.board.fall(replica)
+            log.warning("replica %s failed and is started again: %s", replica, failed.report.rstrip())
+            return failures
+        dog = self.board.watchdog
+        often = f"\nit was started again {before} times before" if before else ""
+        report = f"{failed.report.rstrip()}{often}{dog.stalled if dog is not None else ''}"
+        self.board.take(replica, Failed(report))
+        if replica in self._stayers:  # nobody is left to save what is trained, and nothing more will be
             with suppress(StorageError):
-                self.queue.fail(f"replica {replica}: {event.report}")
+                self.queue.fail(f"replica {replica}: {report}")
+        return 0
+
+    def _catch_up(self, replica: str) -> None:
+        """Give a replica that has begun again what it has missed: weights, before its first request."""
+        self._settle()
+        with self._telling:
+            if replica in self.board.engines and self._told >= 0:
+                self.executor.send(replica, Apply(self._told))
+
+    def _settle(self) -> None:
+        """Find rows that were dropped while nobody was left to tell: with their replica, or by the queue itself.
+
+        What is requeued is the trainer's to tell, which lives: until it has, nothing is taken for lost.
+        """
+        groups = self.board.under_way()
+        table = self._tables["train"]
+        living = table.find(groups).rows.tolist()
+        self._unsettled = table.ledger().dropped.get(REQUEUED, 0) != self.board.requeued
+        if not self._unsettled:
+            self.board.settle(groups, living)
 
     def _apply(self, version: Version) -> None:
         """Have every engine use a version, or do nothing if they were told so, or of a newer one."""
@@ -159,7 +226,8 @@ class Conductor:
             if version > self._told:
                 self._told = version
                 for engine in self.board.engines:
-                    self.executor.send(engine, Apply(version))
+                    if engine in self.board.ready:  # another gets it when it is
+                        self.executor.send(engine, Apply(version))
 
     # What happens, in order.
 
@@ -173,6 +241,9 @@ class Conductor:
                     reads = [column for column in stage.reads if column != "row"]  # the stage loop adds it
                     table.task(stage.name, reads, lease_seconds=lease, durable=stage.durable, **stage.sampling)
             self._tables[name] = table
+        executor = self.config.executor
+        stall = min(executor.stall_timeout, executor.wait_timeout / 2)
+        self.board.watchdog = Watchdog(stall, self.plan.tables, self._tables)
         self.executor.start(self._jobs())
 
     def _await_replicas(self) -> None:
@@ -189,6 +260,7 @@ class Conductor:
             config.executor.start_timeout,
             lambda: f"replicas to be ready: {', '.join(sorted(set(board.replicas) - board.ready))}",
         )
+        self._begun = True
 
     def _publish(self) -> None:
         before = self.board.published
@@ -277,20 +349,21 @@ class Conductor:
 
     def _drain(self) -> None:
         """Let every stage finish with the rows that are trained: nothing of them is done again after a checkpoint."""
-        board, phased = self.board, self.config.phased
+        board, phased, table = self.board, self.config.phased, self._tables["train"]
         names = [stage.name for stage in self.plan.tables["train"].stages if stage.build] if phased else self._sinks()
-        # In phases every row is trained or dropped by now; otherwise some are ahead, and are done again.
-        admitted = self._tables["train"].ledger().admitted
-        self._wait(
-            lambda: all(
-                board.served[name] + board.dropped["train"] >= admitted
-                if phased
-                else board.served[name] >= board.trained
-                for name in names
-            ),
-            self.config.executor.wait_timeout,
-            "every stage to finish its last rows",
-        )
+
+        def finished() -> bool:
+            # In phases every row is trained or dropped by now; otherwise some are ahead, and are done again.
+            ledger = table.ledger()
+            rows = ledger.admitted - sum(ledger.dropped.values()) if phased else board.trained
+            return self._done(names, rows)
+
+        self._wait(finished, self.config.executor.wait_timeout, "every stage to finish its last rows")
+
+    def _done(self, stages: Iterable[str], rows: int) -> bool:
+        """Whether each of these stages is done with so many rows; the queue knows, whatever replicas have told."""
+        tasks = self._tables["train"].status().tasks
+        return all(tasks[stage].done >= rows for stage in stages)
 
     def _fill(self, admission: Admission) -> None:
         """Admit as many prompts as there is room for."""
@@ -302,7 +375,9 @@ class Conductor:
         batch = self._prompt_batch(chosen, self.config.rollout.temperature, numbers)
         requeued = np.array([draw.requeued for draw in drawn], np.int32)
         batch = batch.with_columns({"group_id": numbers, "requeued": requeued})
-        self._tables["train"].put(batch, repeat=self.config.train.group_size)
+        size = self.config.train.group_size
+        rows = self._tables["train"].put(batch, repeat=size).reshape(-1, size).tolist()
+        self.board.admit({group: tuple(own) for group, own in zip(numbers.tolist(), rows, strict=True)})
 
     def _between_steps(self, first: Version, done: int) -> None:
         """Do what is due after so many steps; in phases, no row is in flight."""
@@ -333,7 +408,7 @@ class Conductor:
                 f"(rows dropped: {', '.join(f'{reason}: {rows}' for reason, rows in dropped.items())})"
             )
 
-    def _save(self, folder: Path, *, final: bool = False) -> None:
+    def _save(self, folder: Path, *, final: bool = False, failing: bool = False) -> None:
         self.phase = "saving"
         board = self.board
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -341,10 +416,11 @@ class Conductor:
         progress = {"seed": self.config.seed, **self._draws.state()}
         self.executor.send(TRAINER, Save(str(folder), progress, outstanding, final=final))
         board.wait(
-            lambda: str(folder) in board.saved or TRAINER in board.finished,
-            self.config.executor.wait_timeout,
+            lambda: str(folder) in board.saved or TRAINER in board.finished | board.failed,
+            self.config.executor.start_timeout if failing else self.config.executor.wait_timeout,
             lambda: f"the trainer to save {folder}",
             stopping=final,
+            failing=failing,
         )
         if str(folder) not in board.saved:
             raise CheckpointError(f"the trainer ended before it saved {folder}")
@@ -362,11 +438,21 @@ class Conductor:
             self._save(self.folder / "checkpoint", final=True)
             board = self.board
             board.wait(
-                lambda: all(board.served[name] >= board.trained for name in sinks),
+                lambda: self._done(sinks, board.trained),
                 self.config.executor.wait_timeout,
                 lambda: f"{', '.join(sinks)} to finish the trained rows",
                 stopping=True,
             )
+
+    def _save_what_is_left(self) -> None:
+        """Leave a checkpoint of a run that failed, if anything was trained and the trainer lives."""
+        trainer_lives = TRAINER in self.board.ready - self.board.finished and not self._stayers & self.board.failed
+        if not (self._begun and trainer_lives and self.board.steps.total()):
+            return
+        try:
+            self._save(self.folder / "checkpoint", final=True, failing=True)
+        except AsyncflowError as error:
+            log.warning("no checkpoint was saved: %s", error)
 
     def _sinks(self) -> list[str]:
         """Stages that only look at what is trained, step by step; one that takes whole phases would wait for more."""

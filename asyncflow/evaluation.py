@@ -19,10 +19,10 @@ def evaluate(board: Board, table: Table, prompts: Batch, config: Pipeline) -> tu
     started, rows = time.monotonic(), len(prompts)
     with board.changed:
         board.rewards.clear()
-        lost_before = board.dropped["eval"]
+    lost_before = _dropped(table)
     table.put(prompts)
     board.wait(
-        lambda: sum(map(len, board.rewards)) + board.dropped["eval"] - lost_before >= rows,
+        lambda: sum(map(len, board.rewards)) + _dropped(table) - lost_before >= rows,
         config.executor.wait_timeout,
         lambda: f"{rows} held-out responses",
     )
@@ -34,3 +34,8 @@ def evaluate(board: Board, table: Table, prompts: Batch, config: Pipeline) -> tu
         "reward_mean": float(rewards.mean()) if len(rewards) else float("nan"),
     }
     return values, {"seconds": time.monotonic() - started}
+
+
+def _dropped(table: Table) -> int:
+    """Ask the queue, since who dropped rows may have ended before it told."""
+    return sum(table.ledger().dropped.values())

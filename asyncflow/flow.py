@@ -150,6 +150,7 @@ class Flow:
             since=conductor.steps_before,
             complete=complete,
         )
+        summary.values["restarts"] = dict(conductor.restarts.counts)
         if conductor.too_long:
             summary.values["data/left_out_as_too_long"] = conductor.too_long
         summary.write()

@@ -8,15 +8,16 @@ that gathers batches until it is done with all of them.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
-from asyncflow.errors import PipelineError, QueueClosed, RowGone, WaitTimeout
+from asyncflow.errors import CellConflict, PipelineError, QueueClosed, RowGone, StorageError, WaitTimeout
 from asyncflow.execute.messages import Dropped, Event, Worked
 from asyncflow.pipeline import StageSpec
 from asyncflow.storage import Batch, TransferQueue
@@ -104,6 +105,8 @@ class Context:
     resources: Resources = field(default_factory=Resources)
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set when the run is to end early: long work should return soon."""
+    again: bool = False
+    """Whether another copy of this name has failed before in this run."""
 
 
 @runtime_checkable
@@ -170,8 +173,19 @@ def parts(answer: Answer, rows: int) -> Iterable[Piece]:
     return answer
 
 
-def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -> None:
-    """Serve one stage until the data ends, the queue closes or the run is stopped."""
+def run(
+    spec: StageSpec,
+    stage: Stage,
+    queue: TransferQueue,
+    context: Context,
+    opened: Callable[[Stream], None] = lambda stream: None,
+    until: Callable[[Lease], bool] = lambda lease: False,
+) -> None:
+    """Serve one stage until the data ends, the queue closes or the run is stopped, or `until` a lease says so.
+
+    `opened` is told of the stream: closing it ends this. Rows of a lease that an error meets go back, their attempt
+    counted; the lease that `until` holds of goes back uncounted.
+    """
     table = queue.table(spec.table)
     take, shared = spec.take, spec.ranks > 1
     stream = table.stream(
@@ -186,20 +200,36 @@ def run(spec: StageSpec, stage: Stage, queue: TransferQueue, context: Context) -
         ranks=spec.ranks if shared else None,
         split=shared,
     )
+    opened(stream)
     gathered = _Gathered()
     with suppress(QueueClosed), closing(stream):
         while not context.stopping.is_set():
             started = time.monotonic()
             lease = _next(spec, table, stream, context.config.executor.wait_timeout, gathered)
-            if lease is None:
+            if lease is None or until(lease):
                 return
             idle = time.monotonic() - started
             served = _Served(spec, table, lease, context, gathered)
-            if not served.by(stage):
+            with _counted(lease):
+                answered = served.by(stage)
+            if not answered:
                 return
             context.emit(
                 Worked(spec.table, spec.name, context.replica, len(lease.rows), served.busy, idle, served.blocked)
             )
+
+
+@contextmanager
+def _counted(lease: Lease) -> Iterator[None]:
+    """Give a lease back that an error meets, as an attempt: rows that fail every time are dropped in the end."""
+    try:
+        yield
+    except QueueClosed:
+        raise
+    except Exception:
+        with suppress(StorageError):
+            lease.release(failed=True)
+        raise
 
 
 class _Gathered:
@@ -283,26 +313,51 @@ class _Served:
     def take(self, part: Part | Rows | Drop) -> None:
         """Write or drop the rows of a part."""
         if isinstance(part, Rows):
-            self.write_living(part.rows, self.matching(part.columns, len(part.rows)))
+            self.write(part.rows, self.matching(part.columns, len(part.rows)))
             return
         rows = self.lease.rows[part.positions]
         if self.answered[part.positions].any() or len(np.unique(part.positions)) < len(part.positions):
             raise PipelineError(f"stage {self.spec.name} answered row {rows[0]} or one beside it twice")
         self.answered[part.positions] = True
         if isinstance(part, Part):
-            self.table.write(rows, self.matching(part.columns, len(rows)), lease=self.lease)
+            self.write(rows, self.matching(part.columns, len(rows)), self.lease)
             return
-        self.lease.drop(rows, part.reason)
-        groups = tuple(int(group) for group in self.lease.batch["group_id"].array[part.positions])
-        self.context.emit(Dropped(self.spec.table, self.spec.name, part.reason, groups))
+        self.drop(part.positions[self.lacking(rows)], part.reason)
 
-    def write_living(self, rows: Int64s, columns: Batch) -> None:
-        """Write columns of rows that were gathered, but for those that another stage has dropped meanwhile."""
-        try:
-            self.table.write(rows, columns)
-        except RowGone:
-            living = np.flatnonzero(np.isin(rows, self.table.find().rows))
-            self.table.write(rows[living], columns.take(living))
+    def write(self, rows: Int64s, columns: Batch, lease: Lease | None = None) -> None:
+        """Write columns of rows, but for those that another stage has dropped meanwhile, or that have them already.
+
+        A replica that ended before it acknowledged its rows may have written some: they came again, and keep what they
+        were given first, by which others may have gone on.
+        """
+        while len(rows):
+            try:
+                self.table.write(rows, columns, lease=lease)
+                return
+            except (CellConflict, RowGone):
+                left = self.lacking(rows)
+                if left.all():
+                    raise
+                rows, columns = rows[left], columns.take(np.flatnonzero(left))
+
+    def drop(self, positions: Int64s, reason: str) -> None:
+        """Drop rows of the batch."""
+        rows = self.lease.rows[positions]
+        if not len(rows):
+            return
+        self.lease.drop(rows, reason)
+        groups = self.lease.batch["group_id"].array[positions]
+        self.context.emit(
+            Dropped(self.spec.table, self.spec.name, reason, tuple(groups.tolist()), tuple(rows.tolist()))
+        )
+
+    def lacking(self, rows: Int64s) -> npt.NDArray[np.bool_]:
+        """Return which rows live, and lack the columns that the stage writes."""
+        found = self.table.find()
+        living = found.rows
+        if self.spec.writes:
+            living = living[~found.has(list(self.spec.writes))]
+        return np.isin(rows, living)
 
     def matching(self, columns: Batch, rows: int) -> Batch:
         """Refuse columns that are not those declared, or that have another number of values than there are rows."""

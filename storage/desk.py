@@ -20,13 +20,15 @@ from asyncflow.storage.orders import Admit
 from asyncflow.storage.sampler import BLOCKED, LEASED, READY, Wish
 from asyncflow.storage.schema import IDENTITY, Schema
 from asyncflow.storage.spec import TaskSpec
-from asyncflow.storage.status import TableStatus, Wait
+from asyncflow.storage.status import Holding, TableStatus, Wait
 from asyncflow.storage.store import Store
 from asyncflow.storage.ticket import Outcome, Ticket
 
 T = TypeVar("T")
 
 OK = wire.Ok(), None
+_SHOWN = 8
+"""Rows of a lease that a status names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,13 +288,20 @@ class Desk:
     # Words
 
     def status(self) -> TableStatus:
-        """Return what the table holds, how its tasks stand, how old their leases are, and who waits."""
+        """Return what the table holds, how its tasks stand, who has which leases for how long, and who waits."""
         status, now = self.store.status(sum(ticket.open for ticket in self._puts)), self._clock()
         tasks = {}
         for name, counts in status.tasks.items():
             since = self.store.ledger.oldest_lease(name)
             tasks[name] = replace(counts, oldest_lease=None if since is None else now - since)
-        return replace(status, tasks=tasks, waits=[*self._puts_waiting(now), *self._streams_waiting(now)])
+        waits = [*self._puts_waiting(now), *self._streams_waiting(now)]
+        return replace(status, tasks=tasks, waits=waits, holdings=[*self._holdings(now)])
+
+    def _holdings(self, now: float) -> Iterator[Holding]:
+        for grant, rows in self.store.ledger.held():
+            flow = self._flows.get(grant.holder)
+            consumer = "" if flow is None else flow.consumer
+            yield Holding(grant.task, consumer, len(rows), rows[:_SHOWN].tolist(), now - grant.since)
 
     def _puts_waiting(self, now: float) -> Iterator[Wait]:
         for ticket in self._puts:

@@ -358,6 +358,10 @@ class Ledger:
         """Return when the oldest lease of a task was given."""
         return min((grant.since for grant in self._grants.values() if grant.task == name), default=None)
 
+    def held(self) -> list[tuple[Grant, Int64s]]:
+        """Return the leases in force, the oldest first, each with the rows that still are under it."""
+        return [(grant, self._held(grant)) for grant in self._grants.values()]
+
     def _held(self, grant: Grant) -> Int64s:
         """Return the rows of a lease that still are under it: some may have been dropped, and no
         row comes under another lease before this one has ended."""

@@ -46,6 +46,19 @@ class Wait(msgspec.Struct, frozen=True):
     """Columns that the oldest blocked rows of the task lack."""
 
 
+class Holding(msgspec.Struct, frozen=True):
+    """A lease in force."""
+
+    task: str
+    consumer: str
+    """Name that the stream was opened with."""
+    rows: int
+    first: list[int]
+    """The first few of them."""
+    seconds: float
+    """How long it has been held."""
+
+
 class TableStatus(msgspec.Struct, frozen=True):
     """One table."""
 
@@ -67,6 +80,8 @@ class TableStatus(msgspec.Struct, frozen=True):
     """Who waits, first come first."""
     spilled: int = 0
     """Those of the bytes that are on the disk of the process that holds the queue."""
+    holdings: list[Holding] = []
+    """Leases in force, the oldest first."""
 
 
 class MemoryStatus(msgspec.Struct, frozen=True):

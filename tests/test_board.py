@@ -2,6 +2,8 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncflow.board import Board, Ended, Stopped
 from asyncflow.errors import ReplicaFailed, WaitTimeout
@@ -42,13 +44,13 @@ def test_stopping_ends_waits_but_those_of_the_stop_itself():
 
 def test_a_group_is_lost_when_its_last_row_is():
     own = board()
-    own.take("a", Dropped("train", "reward", "timeout", (7, 8)))
+    own.take("a", Dropped("train", "reward", "timeout", (7, 8), (70, 80)))
     assert own.lost == 0
-    own.take("a", Dropped("train", "reward", "timeout", (7,)))
+    own.take("a", Dropped("train", "reward", "timeout", (7,), (71,)))
     assert own.lost == 1
-    own.take("a", Dropped("eval", "reward", "timeout", (8,)))
+    own.take("a", Dropped("eval", "reward", "timeout", (8,), (81,)))
     assert own.lost == 1
-    assert own.dropped == {"train": 3, "eval": 1}
+    assert own.dropped == 3
 
 
 def test_engines_are_behind_until_they_have_applied_a_version():
@@ -70,8 +72,8 @@ def test_steps_and_rewards_are_kept_apart_by_table():
 
 def test_how_groups_end_is_told_once():
     own = board()
-    own.take("a", Dropped("train", "reward", "timeout", (7, 7)))
-    own.take("b", Dropped("train", "train", REQUEUED, (8, 8)))
+    own.take("a", Dropped("train", "reward", "timeout", (7, 7), (70, 71)))
+    own.take("b", Dropped("train", "train", REQUEUED, (8, 8), (80, 81)))
     own.take("b", Stepped("train", 1, {}, groups=(3, 4), rows=4))
     assert (own.lost, own.discarded, own.trained) == (1, 2, 4)
     assert own.take_ended() == Ended([7], [8], [3, 4])
@@ -80,6 +82,55 @@ def test_how_groups_end_is_told_once():
 
 def test_a_group_that_is_dropped_while_it_is_trained_was_trained():
     own = board()
-    own.take("a", Dropped("train", "beside", "odd", (7, 7)))
+    own.take("a", Dropped("train", "beside", "odd", (7, 7), (70, 71)))
     own.take("b", Stepped("train", 1, {}, groups=(7,), rows=2))
     assert (own.lost, own.take_ended()) == (0, Ended(trained=[7]))
+
+
+def test_time_in_which_a_replica_begins_again_does_not_count():
+    own = board()
+    own.take("a", Ready())
+    own.fall("a")
+    assert (own.ready, own.away) == (set(), {"a"})
+    threading.Timer(0.2, own.take, ("a", Ready())).start()
+    own.wait(lambda: "a" in own.ready, 0.01, lambda: "a")
+    assert own.away == set()
+    with pytest.raises(WaitTimeout):
+        own.wait(lambda: False, 0.01, lambda: "the moon")
+
+
+def test_an_engine_that_begins_again_is_behind_until_it_has_the_weights_again():
+    own = board()
+    own.take("a", Applied(3))
+    own.fall("a")
+    assert own.behind(3) == ["a"]
+
+
+def test_what_a_run_still_does_when_it_has_failed_waits_on():
+    own = board()
+    own.take("b", Failed("first"))
+    own.wait(lambda: True, 1, lambda: "nothing", failing=True)
+    assert own.failed == {"b"}
+
+
+@given(st.permutations(["tell 70", "tell 71", "settle none", "settle 71"]))
+def test_a_group_is_lost_once_whoever_tells_of_its_rows_in_whichever_order(order):
+    own = board()
+    own.admit({7: (70, 71), 8: (80, 81)})
+    for what in order:
+        verb, number = what.split()
+        if verb == "tell":
+            own.take("a", Dropped("train", "reward", "timeout", (7,), (int(number),)))
+        else:
+            own.settle((7, 8), (80, 81, 71) if number == "71" else (80, 81))
+    assert (own.dropped, own.lost, own.take_ended()) == (2, 1, Ended([7]))
+    assert own.under_way() == (8,)
+
+
+def test_a_group_that_was_trained_is_not_lost_when_its_rows_are_gone():
+    own = board()
+    own.admit({7: (70, 71)})
+    groups = own.under_way()
+    own.take("b", Stepped("train", 1, {}, groups=(7,), rows=2))
+    own.settle(groups, ())
+    assert (own.lost, own.dropped) == (0, 0)

@@ -48,5 +48,5 @@ def test_an_unknown_backend_is_refused_with_those_there_are(tmp_path, monkeypatc
         "model: {config: {model_type: qwen2}, tokenizer: characters}\ndata: {source: 'jsonl:data.jsonl'}\n"
         "reward: {fn: exact_match}\nrollout: {backend: vlm}\n"
     )
-    with pytest.raises(ConfigError, match="infer backend 'vlm' does not exist; there are transformers"):
+    with pytest.raises(ConfigError, match="infer backend 'vlm' does not exist; there are emulated, transformers"):
         Flow.from_yaml("p.yaml")

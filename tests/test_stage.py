@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from asyncflow.config.model import Data, Model, Pipeline, Reward
-from asyncflow.errors import PipelineError, WaitTimeout
+from asyncflow.errors import CellConflict, PipelineError, WaitTimeout
 from asyncflow.execute.messages import Dropped, Worked
 from asyncflow.pipeline import StageSpec, Take
 from asyncflow.stage import Context, Done, Drop, FunctionStage, Part, Rows, run, stage
@@ -230,3 +231,96 @@ def test_rows_that_another_stage_drops_while_they_are_gathered_are_left_out(queu
     stage.setup(context)
     run(spec(durable=True, gathers=True, take=Take(rows=2)), stage, queue, context)
     assert table.read(rows[1:], ["y"])["y"].array.tolist() == [1, 2, 3]
+
+
+def interrupted(table, rows: int) -> list[int]:
+    """Put rows of which a replica that ended early has written those of even number, and holds none any more."""
+    table.task("double", ("x",))
+    table.task("keep", ("x",))
+    numbers = table.put(Batch({"x": np.arange(rows)}))
+    with table.stream("double", rows=rows) as stream:
+        lease = stream.next(0)
+        table.write(numbers[::2], {"y": np.full(len(numbers[::2]), -1.0)}, lease=lease)
+    table.seal()
+    return numbers.tolist()
+
+
+def test_rows_that_come_again_keep_what_they_were_given_first(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    rows = interrupted(table, 6)
+    context = Context(CONFIG, "double-0", tmp_path, lambda event: None)
+    run(spec(), FunctionStage(double), queue, context)
+    assert table.read(rows, ["y"])["y"].array.tolist() == [-1, 2, -1, 6, -1, 10]
+    assert table.status().tasks["double"].done == 6
+
+
+def test_rows_that_come_again_are_not_dropped_once_they_were_written(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    rows = interrupted(table, 4)
+    events = []
+
+    def drop(batch: Batch) -> Iterator[Drop]:
+        yield Drop(np.arange(len(batch)), "bad")
+
+    run(spec(), FunctionStage(drop), queue, Context(CONFIG, "double-0", tmp_path, events.append))
+    assert table.ledger().dropped == {"bad": 2}
+    assert table.find().rows.tolist() == rows[::2]
+    assert [event.rows for event in events if isinstance(event, Dropped)] == [tuple(rows[1::2])]
+
+
+def test_rows_that_another_stage_drops_while_they_are_worked_on_are_left_out(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task("double", ("x",))
+    table.task("keep", ("x",))
+    rows = table.put(Batch({"x": np.arange(4)}))
+    table.seal()
+
+    def slow(batch: Batch) -> dict[str, object]:
+        table.drop(rows[:1], "beside")
+        return {"y": batch["x"].array * 1.0}
+
+    run(spec(), FunctionStage(slow), queue, Context(CONFIG, "double-0", tmp_path, lambda event: None))
+    assert table.read(rows[1:], ["y"])["y"].array.tolist() == [1, 2, 3]
+
+
+def test_a_cell_that_another_writer_has_written_in_part_is_an_error(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64", "z": "int64"}))
+    table.task("double", ("x",))
+    rows = table.put(Batch({"x": np.arange(2)}))
+    table.write(rows, {"y": np.array([-1.0, -1.0])})
+    table.seal()
+    both = replace(spec(take=Take(rows=2)), writes={"y": "float64", "z": "int64"})
+    context = Context(CONFIG, "double-0", tmp_path, lambda event: None)
+    with pytest.raises(CellConflict):
+        run(both, FunctionStage(lambda batch: {"y": batch["x"].array * 1.0, "z": batch["x"].array}), queue, context)
+
+
+def test_rows_that_fail_every_time_are_dropped_at_the_third_and_others_are_not(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task("double", ("x",))
+    table.task("keep", ("x",))
+    table.put(Batch({"x": np.arange(3)}))
+    table.seal()
+
+    def poisoned(batch: Batch) -> dict[str, object]:
+        if 1 in batch["x"].array:
+            raise ValueError("one")
+        return {"y": batch["x"].array * 1.0}
+
+    context = Context(CONFIG, "double-0", tmp_path, lambda event: None)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="one"):
+            run(spec(take=Take(rows=1)), FunctionStage(poisoned), queue, context)
+    run(spec(take=Take(rows=1)), FunctionStage(poisoned), queue, context)
+    assert table.ledger().dropped == {"max_attempts:double": 1}
+    assert table.status().tasks["double"].done == 2
+
+
+def test_a_loop_ends_with_the_lease_that_it_was_to_end_with_and_gives_it_back(queue, tmp_path):
+    table = queue.create_table("train", Schema({"x": "int64", "y": "float64"}))
+    table.task("double", ("x",))
+    table.put(Batch({"x": np.arange(3)}))
+    context = Context(CONFIG, "double-0", tmp_path, lambda event: None)
+    run(spec(take=Take(rows=1)), FunctionStage(double), queue, context, until=lambda lease: 1 in lease.rows)
+    status = table.status().tasks["double"]
+    assert (status.done, status.waiting, status.leased) == (1, 2, 0)

@@ -35,7 +35,7 @@ class Problem:
 def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     model = (_model, _data, _stop, _eval, _reward, _stages)
-    training = (_batch, _algorithm, _schedule, _staleness, _weights, _emulated)
+    training = (_batch, _algorithm, _schedule, _staleness, _weights, _emulated, _stall)
     return [problem for part in (*model, *training) for problem in part(pipeline)]
 
 
@@ -256,3 +256,11 @@ def _weights(pipeline: Pipeline) -> Iterator[Problem]:
         why = f"has no effect with weights.apply {weights.apply}, which interrupts no response: use `apply: interrupt`"
     if why:
         yield Problem(("weights", "kv"), why, (("mode",), ("weights", "apply")), at="key")
+
+
+def _stall(pipeline: Pipeline) -> Iterator[Problem]:
+    executor = pipeline.executor
+    stall, wait = executor.stall_timeout, executor.wait_timeout
+    if stall != type(executor).model_fields["stall_timeout"].default and stall >= wait:
+        why = f"{stall:g} s is never reached: executor.wait_timeout ends the run after {wait:g} s; use less than that"
+        yield Problem(("executor", "stall_timeout"), why, (("executor", "wait_timeout"),))

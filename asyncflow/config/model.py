@@ -267,6 +267,10 @@ class Executor(Section):
     """Longest time that a stage waits for rows; then the run ends with an error that says what was missing."""
     stop_timeout: Seconds = 30.0
     """Longest wait for a replica to end by itself; then it is killed."""
+    max_restarts: Count = 3
+    """How often in a row a replica that fails is started again, but for the trainer's; 0: its failure ends the run."""
+    stall_timeout: Seconds = 600.0
+    """When nothing has moved for so long, a warning says what is missing; at most half of `wait_timeout` counts."""
 
 
 class Stage(Section):

@@ -19,6 +19,8 @@ class Failed:
     """The replica ends with an error."""
 
     report: str
+    final: bool = False
+    """Whether it would only fail again: the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Dropped:
     stage: str
     reason: str
     groups: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

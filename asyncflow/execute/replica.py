@@ -1,7 +1,9 @@
 """A replica: one or more stages in a thread group, in this process or in one of its own.
 
 Every stage loop is a thread; commands arrive on the side and are handed to each stage that takes commands. The
-first error ends the replica and travels to the flow as text, with the stage's name and its traceback.
+first error ends the replica and travels to the flow as text, with the stage's name and its traceback. A process ends
+with it at once, as if it were killed: there is one way in which a replica dies, and the queue takes back what it held.
+The trainer's alone stays until it is told to stop, since nothing begins in its place.
 """
 
 import os
@@ -10,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -18,11 +21,13 @@ from typing import Protocol, runtime_checkable
 
 from asyncflow.config.importing import resolve
 from asyncflow.config.model import Pipeline
-from asyncflow.errors import StorageError
-from asyncflow.execute.messages import Apply, Command, Event, Failed, Finished, Ready, Stop
+from asyncflow.errors import StorageError, WaitTimeout
+from asyncflow.execute.messages import Applied, Apply, Command, Event, Failed, Finished, Ready, Stop
+from asyncflow.execute.restarts import CAREFUL, final, restartable
 from asyncflow.pipeline import StageSpec
 from asyncflow.stage import Context, FunctionStage, Resources, Stage, run
 from asyncflow.storage import TransferQueue
+from asyncflow.storage.client import Lease, Stream
 
 
 @runtime_checkable
@@ -47,6 +52,8 @@ class Assignment:
     """Which copy of its stages it is."""
     rendezvous: str = ""
     """Where copies find each other that share batches."""
+    failures: int = 0
+    """How often in a row a replica of this name has failed before."""
 
 
 def build(spec: StageSpec) -> Stage:
@@ -58,27 +65,52 @@ def build(spec: StageSpec) -> Stage:
     return FunctionStage(resolve(spec.build))
 
 
+def careful(spec: StageSpec, group_size: int) -> StageSpec:
+    """Return a stage that takes one group at a time, if its rows stand alone, as with those of ours that write."""
+    take = spec.take
+    if not spec.build.startswith("asyncflow.stages.") or not spec.writes:
+        return spec
+    # Rows of a group come one after another.
+    rows = group_size if spec.table == "train" else 1
+    return replace(spec, take=replace(take, groups=1) if take.groups else replace(take, rows=rows))
+
+
 class Replica:
     """Runs an assignment; `emit` may be called from any of its threads."""
 
-    def __init__(self, assignment: Assignment, queue: TransferQueue, emit: Callable[[Event], None]) -> None:
-        self._assignment, self._queue, self._emit = assignment, queue, emit
+    def __init__(
+        self,
+        assignment: Assignment,
+        queue: TransferQueue,
+        emit: Callable[[Event], None],
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        """After an error `end` is called, which ends the process; without it all loops are told to end."""
+        self._assignment, self._queue, self._report = assignment, queue, emit
+        self._end = end if end is not None else self._give_up
         self._stages: dict[str, Stage] = {}
+        self._streams: list[Stream] = []
         self._stopping = threading.Event()
         self._failed = threading.Event()
+        self._failing = threading.Lock()
         self._obeying = threading.Lock()
+        self._armed = threading.Event()
+        """Set when the stages may begin: an engine needs weights first."""
+        if all(spec.host != "rollout" for spec in assignment.specs):
+            self._armed.set()
         self.ready = False
 
     def serve(self) -> None:
         """Set up, serve until the data ends or the replica is stopped, close; never raises."""
         try:
             loops = self._setup()
-        except Exception:  # noqa: BLE001  the border of a replica: the error goes to the flow as text
-            self._fail("setup")
+        except Exception as error:  # noqa: BLE001  the border of a replica: the error goes to the flow as text
+            self._fail("setup", error)
             self._close()
             return
         self.ready = True
         self._emit(Ready())
+        self._await_weights()
         for loop in loops:
             loop.start()
         for loop in loops:
@@ -91,6 +123,7 @@ class Replica:
         """Hand a command to every stage that takes commands; an error in one is reported as the replica's end."""
         if isinstance(command, Stop):
             self._stopping.set()
+            self._armed.set()
         elif isinstance(command, Apply) and self._stopping.is_set():
             return
         with self._obeying:
@@ -98,8 +131,20 @@ class Replica:
                 if isinstance(stage, Commanded):
                     try:
                         stage.command(command)
-                    except Exception:  # noqa: BLE001  as above
-                        self._fail(f"{name}, command {type(command).__name__}")
+                    except Exception as error:  # noqa: BLE001  as above
+                        self._fail(f"{name}, command {type(command).__name__}", error)
+
+    def _emit(self, event: Event) -> None:
+        self._report(event)
+        if isinstance(event, Applied):
+            self._armed.set()
+
+    def _await_weights(self) -> None:
+        """Begin no request before there are weights: one that begins again gets the newest when it is ready."""
+        executor, weights = self._assignment.config.executor, self._assignment.config.weights
+        longest = executor.start_timeout + weights.timeout  # the trainer may still be starting
+        if not self._armed.wait(longest):
+            self._fail("wait for weights", WaitTimeout(f"waited {longest:g} s for the first weights to be applied"))
 
     def _setup(self) -> list[threading.Thread]:
         job = self._assignment
@@ -113,6 +158,7 @@ class Replica:
             rendezvous=job.rendezvous,
             resources=Resources(),
             stopping=self._stopping,
+            again=job.failures > 0,
         )
         loops = []
         for spec in job.specs:
@@ -121,22 +167,54 @@ class Replica:
                 made = build(spec)
                 made.setup(own)
                 self._stages[spec.build] = made
-            loops += [
-                threading.Thread(target=self._loop, args=(spec, own), name=f"{job.name}:{spec.table}", daemon=True)
-                for _ in range(spec.lanes)
-            ]
+            loops.append(threading.Thread(target=self._lanes, args=(spec, own), name=self._named(spec), daemon=True))
         return loops
 
-    def _loop(self, spec: StageSpec, context: Context) -> None:
-        try:
-            run(spec, self._stages[spec.build], self._queue, context)
-        except Exception:  # noqa: BLE001  as above
-            if not self._stopping.is_set():
-                self._fail(spec.name)
+    def _named(self, spec: StageSpec) -> str:
+        return f"{self._assignment.name}:{spec.table}"
 
-    def _fail(self, where: str) -> None:
-        self._failed.set()
-        self._emit(Failed(f"in {where} of replica {self._assignment.name}\n{traceback.format_exc()}"))
+    def _lanes(self, spec: StageSpec, context: Context) -> None:
+        """Work on as many batches at once as the stage has lanes; first alone, if this may fail again."""
+        stage = self._stages[spec.build]
+        if self._assignment.failures >= CAREFUL:
+            self._loop(careful(spec, context.config.train.group_size), stage, context, lambda lease: lease.attempt == 1)
+        lanes = [
+            threading.Thread(target=self._loop, args=(spec, stage, context), name=self._named(spec), daemon=True)
+            for _ in range(spec.lanes - 1)
+        ]
+        for lane in lanes:
+            lane.start()
+        self._loop(spec, stage, context)
+        for lane in lanes:
+            lane.join()
+
+    def _loop(
+        self, spec: StageSpec, stage: Stage, context: Context, until: Callable[[Lease], bool] = lambda lease: False
+    ) -> None:
+        try:
+            run(spec, stage, self._queue, context, self._streams.append, until)
+        except Exception as error:  # noqa: BLE001  as above
+            if not self._stopping.is_set():
+                self._fail(spec.name, error)
+
+    def _fail(self, where: str, error: Exception) -> None:
+        """Report the first error, and end."""
+        with self._failing:
+            if self._failed.is_set():
+                return
+            self._failed.set()
+            trace = "".join(traceback.format_exception(error))
+            self._emit(Failed(f"in {where} of replica {self._assignment.name}\n{trace}", final(error)))
+        if restartable(self._assignment.specs):
+            self._end()
+
+    def _give_up(self) -> None:
+        """End the loops of a replica that shares its process with others."""
+        self._stopping.set()
+        self._armed.set()
+        for stream in tuple(self._streams):
+            with suppress(StorageError):
+                stream.close()
 
     def _close(self) -> None:
         with self._obeying:
@@ -161,11 +239,15 @@ def _serve(assignment: Assignment, url: str, connection: Connection) -> None:
         with sending:
             connection.send(event)
 
+    def end() -> None:
+        with sending:  # no message is cut off
+            os._exit(1)
+
     replicas: list[Replica] = []
     threading.Thread(target=_listen, args=(connection, replicas, emit), name="commands", daemon=True).start()
     try:
         with TransferQueue.open(url, timeout=assignment.config.executor.start_timeout) as queue:
-            replicas.append(Replica(assignment, queue, emit))
+            replicas.append(Replica(assignment, queue, emit, end))
             replicas[0].serve()
     except StorageError:
         emit(Failed(f"before its setup\n{traceback.format_exc()}"))
@@ -180,7 +262,8 @@ def _listen(connection: Connection, replicas: list[Replica], emit: Callable[[Eve
         if isinstance(command, Stop) and not (replicas and replicas[0].ready):
             emit(Finished())
             os._exit(0)  # Nothing is begun yet, and what is being loaded is not needed any more.
-        replicas[0].obey(command)
+        if replicas:  # what is sent before that is sent again when it is ready
+            replicas[0].obey(command)
 
 
 def _limit_threads(count: int) -> None:

@@ -146,5 +146,7 @@ def closing(flow: Flow, seconds: float) -> RenderableType:
     dropped = ", ".join(f"{rows} {reason}" for reason, rows in ledger["dropped"].items()) or "0"
     rows = f"{ledger['admitted']} admitted = {ledger['done']} trained + {dropped} dropped + {ledger['live']} live"
     grid.add_row("rows", rows)
+    if values["restarts"]:
+        grid.add_row("restarts", ", ".join(f"{name} {count}" for name, count in values["restarts"].items()))
     grid.add_row("folder", str(flow.folder))
     return grid

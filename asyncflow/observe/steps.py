@@ -20,7 +20,7 @@ class StepLog:
     def stepped(self, event: Stepped, board: Board) -> None:
         """Take the metrics of a step; those of a warm-up are complete."""
         if event.table == "train":
-            lost = board.dropped["train"]
+            lost = board.dropped
             self._stepped = replace(event, metrics={**event.metrics, "rows_dropped": lost - self._lost_before})
             self._lost_before = lost
         else:

@@ -47,6 +47,10 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             ["mode=streaming", "weights={kv: recompute, apply: drain}"],
             "weights.kv: has no effect with weights.apply drain, which interrupts no response: use `apply: interrupt`",
         ),
+        (
+            ["executor.stall_timeout=90", "executor.wait_timeout=60"],
+            "executor.stall_timeout: 90 s is never reached: executor.wait_timeout ends the run after 60 s; use less",
+        ),
         (["train.lr_warmup=200"], "train.lr_warmup: 200 is more than train.steps 100"),
         (["train.kl=k1"], "train.kl: has no effect while kl_coef is 0"),
         (["train.algorithm=rloo", "train.std=biased"], "train.std: is not used by rloo, only by grpo"),

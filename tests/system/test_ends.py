@@ -9,11 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from asyncflow import Flow
-from asyncflow.errors import AsyncflowError, ReplicaFailed
+from asyncflow.errors import AsyncflowError
 from tests.system.test_run import timeless
 
 pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
@@ -55,15 +54,6 @@ def group(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def engines() -> list[psutil.Process]:
-    """Descendants of this process that run an engine: they map torch, and nothing was forked from them."""
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if not child.children() and "libtorch" in Path(f"/proc/{child.pid}/maps").read_text()
-    ]
-
-
 def nobody_left(process: subprocess.Popen[str], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while group(process) and time.monotonic() < deadline:
@@ -89,17 +79,6 @@ def test_an_interrupted_run_goes_on_to_the_same_end_as_an_uninterrupted_one(pipe
 
     assert Flow.resume(folder).start().wait(300)["complete"]
     assert timeless(folder) == timeless(whole.folder)
-
-
-def test_a_killed_engine_ends_the_run_with_its_name_and_a_failure(pipeline):
-    flow = Flow.from_yaml(pipeline(train={"steps": 500}, warmup=None)).start()
-    deadline = time.monotonic() + 280
-    while not flow.metrics.of("step") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    engines()[0].kill()
-    with pytest.raises(ReplicaFailed, match=r"(?s)(rollout|trainer)-0.*ended by signal SIGKILL"):
-        flow.wait(280)
-    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(
