@@ -36,7 +36,7 @@ def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     return [
         problem
-        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule, _staleness)
+        for part in (_model, _data, _stop, _eval, _reward, _stages, _batch, _algorithm, _schedule, _staleness, _channel)
         for problem in part(pipeline)
     ]
 
@@ -236,3 +236,16 @@ def _staleness(pipeline: Pipeline) -> Iterator[Problem]:
     if ahead is not None and ahead > most:
         why = f"{ahead} steps are never ahead: max_staleness {pipeline.staleness} admits {most}; use at most that"
         yield Problem(("run_ahead",), why, (("max_staleness",), ("mode",)))
+
+
+def _channel(pipeline: Pipeline) -> Iterator[Problem]:
+    weights, route = pipeline.weights, ("weights", "channel")
+    if weights.channel == "inproc":
+        why = "inproc is for engines in the trainer's process, and each is a process of its own: use `shm` or `file`"
+        yield Problem(route, why)
+    if weights.delta and weights.channel == "collective":
+        why = "has no effect with channel collective, which sends the same to all: use `shm`, `tcp` or `file`"
+        yield Problem(("weights", "delta"), why, (route,), at="key")
+    if weights.host != "127.0.0.1" and weights.channel not in ("tcp", "collective"):
+        why = f"has no effect with channel {weights.channel}, which does not listen: use `tcp` or `collective`"
+        yield Problem(("weights", "host"), why, (route,), at="key")

@@ -58,6 +58,7 @@ class _Process:
     process: ForkServerProcess
     connection: Connection
     watcher: threading.Thread
+    sending: threading.Lock
 
 
 class LocalExecutor:
@@ -89,8 +90,9 @@ class LocalExecutor:
         if replica in self._threads:
             self._threads[replica][0].obey(command)
         elif replica in self._processes:
-            with suppress(OSError):
-                self._processes[replica].connection.send(command)
+            own = self._processes[replica]
+            with own.sending, suppress(OSError):  # commands come from several threads, and go in one piece each
+                own.connection.send(command)
 
     def stop(self, timeout: float) -> list[str]:
         """Wait until every replica has ended, kill the processes that have not, and return who was late."""
@@ -125,7 +127,7 @@ class LocalExecutor:
             target=self._watch, args=(job.name, process, ours), name=f"watch:{job.name}", daemon=True
         )
         watcher.start()
-        return _Process(process, ours, watcher)
+        return _Process(process, ours, watcher, threading.Lock())
 
     def _start_thread(self, job: Assignment) -> tuple[Replica, threading.Thread]:
         replica = Replica(job, self._queue, partial(self._report, job.name))

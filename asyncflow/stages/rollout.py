@@ -12,14 +12,15 @@ import numpy as np
 from asyncflow.backends import infer_engine
 from asyncflow.backends.base import Completion, InferEngine, Request, Sampling
 from asyncflow.data.tokenizer import tokenizer
-from asyncflow.execute.messages import Applied, Apply, Command, Stop
+from asyncflow.execute.messages import Applied, Apply, Command, GaveUp, Stop
 from asyncflow.seeds import mix
 from asyncflow.stage import Context, Drop, Part
 from asyncflow.stages.model import model_spec, stop_tokens
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
 from asyncflow.types import Int64s
-from asyncflow.weights import FileChannel
+from asyncflow.weights import receiver
+from asyncflow.weights.subscriber import Subscriber
 
 
 class Rollout:
@@ -35,7 +36,13 @@ class Rollout:
             max_inflight=config.rollout.max_inflight,
             options=config.rollout.options,
         )
-        self._channel = FileChannel(context.folder / "weights")
+        self._subscriber = Subscriber(
+            receiver(config, context.replica),
+            self._engine.stage_weights,
+            lambda version, reason: context.emit(GaveUp(version, reason)),
+            timeout=config.weights.timeout,
+            delta=config.weights.delta,
+        )
         self._colocated = config.mode == "colocated"
         self._keys = itertools.count()
 
@@ -58,13 +65,15 @@ class Rollout:
     def command(self, command: Command) -> None:
         """Take new weights, or end early."""
         if isinstance(command, Apply):
-            self._engine.stage_weights(command.version, self._channel.load(command.version))
-            self._engine.apply_weights(command.version)
-            self._context.emit(Applied(command.version))
+            self._subscriber.hear(command.version, command.offer)
+            if self._subscriber.stage(command.version):
+                self._engine.apply_weights(command.version)
+                self._context.emit(Applied(command.version))
         elif isinstance(command, Stop):
             self._engine.close()
 
     def close(self) -> None:
+        self._subscriber.close()
         self._engine.close()
 
     def _requests(self, batch: Batch) -> list[Request]:

@@ -27,13 +27,13 @@ from asyncflow.backends import train_engine
 from asyncflow.backends.base import OptimSpec, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
-from asyncflow.execute.messages import REQUEUED, Command, Failed, Publish, Published, Save, Saved, Stepped
+from asyncflow.execute.messages import REQUEUED, Command, Failed, Publish, Published, Retire, Save, Saved, Stepped
 from asyncflow.stage import Context, Done, Drop, Rows
 from asyncflow.stages.model import model_spec
 from asyncflow.staleness import check, gate, staleness
 from asyncflow.storage import Batch
 from asyncflow.types import Int64s
-from asyncflow.weights import FileChannel
+from asyncflow.weights import sender
 from asyncflow.weights.publisher import Publisher
 
 _RECENT = 64
@@ -185,6 +185,8 @@ class Train:
 
     def command(self, command: Command) -> None:
         """Publish the weights, or write a checkpoint."""
+        if isinstance(command, Retire):
+            self._trainer.publisher.retire(command.version)
         if not isinstance(command, Publish | Save):
             return
         if isinstance(command, Save) and command.final:
@@ -252,8 +254,8 @@ def _done(context: Context, what: str) -> int:
 
 def _publisher(context: Context) -> Publisher:
     return Publisher(
-        FileChannel(context.folder / "weights"),
-        lambda version: context.emit(Published(version)),
+        sender(context.config, context.folder),
+        lambda version, offer: context.emit(Published(version, offer)),
         lambda report: context.emit(Failed(report)),
         context.config.weights.timeout,
     )
