@@ -114,7 +114,7 @@ class CollectiveSender:
         """Hold a version, in one piece, and return its offer."""
         import torch
 
-        self._shelf.check(version)
+        self._shelf.begin(version)
         owned = on_host(tensors)
         manifest = describe(version, owned)
         memory = torch.empty(places(manifest)[1], dtype=torch.uint8)

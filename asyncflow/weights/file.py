@@ -38,7 +38,7 @@ class FileSender:
         """Write a version and return its offer."""
         from safetensors.torch import save_file
 
-        self._shelf.check(version)
+        self._shelf.begin(version)
         self._folder.mkdir(parents=True, exist_ok=True)
         owned = _apart(on_host(tensors))
         manifest = describe(version, owned).encode()

@@ -36,7 +36,7 @@ class InprocSender:
 
     def publish(self, version: Version, tensors: "Iterable[tuple[str, torch.Tensor]]") -> bytes:
         """Hold a version and return its offer."""
-        self.shelf.check(version)
+        self.shelf.begin(version)
         owned = on_host(tensors)
         manifest = describe(version, owned).encode()
         self.shelf.put(version, (manifest, owned))

@@ -21,22 +21,25 @@ class Shelf(Generic[T]):
         self._closed = False
         self._lock = threading.Lock()
 
-    def check(self, version: Version) -> None:
-        """Refuse a version that is not newer than all before it (WeightsError)."""
-        if self._closed:
-            raise WeightsError(f"version {version} was to be published by a sender that is closed")
-        if version <= self._last:
-            raise WeightsError(f"version {version} was to be published after version {self._last}: versions only grow")
+    def begin(self, version: Version) -> None:
+        """Make room for a version; one that is not newer than all before it is refused (WeightsError)."""
+        with self._lock:
+            if self._closed:
+                raise WeightsError(f"version {version} was to be published by a sender that is closed")
+            if version <= self._last:
+                what = f"version {version} was to be published after version {self._last}"
+                raise WeightsError(f"{what}: versions only grow")
+            dropped = [self._items.pop(old) for old in sorted(self._items)[: max(0, len(self._items) + 1 - self._keep)]]
+        self._let_go(dropped)
 
     def put(self, version: Version, item: T) -> None:
-        """Hold a version, and let the oldest go if there are too many."""
+        """Hold a version that was begun."""
         with self._lock:
-            self._items[version] = item
             self._last = version
-            # One that was closed while it published has nothing to keep.
-            gone = list(self._items) if self._closed else sorted(self._items)[: -self._keep]
-            dropped = [self._items.pop(old) for old in gone]
-        self._let_go(dropped)
+            if not self._closed:
+                self._items[version] = item
+                return
+        self._drop(item)
 
     def get(self, version: Version) -> T | None:
         """Return what belongs to a version; None if it was let go."""

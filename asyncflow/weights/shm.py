@@ -67,7 +67,7 @@ class ShmSender:
 
     def publish(self, version: Version, tensors: "Iterable[tuple[str, torch.Tensor]]") -> bytes:
         """Write a version into a slot that nobody reads and return its offer."""
-        self._shelf.check(version)
+        self._shelf.begin(version)
         owned = on_host(tensors)
         manifest = describe(version, owned)
         encoded, (_, size) = manifest.encode(), places(manifest)

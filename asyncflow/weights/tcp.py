@@ -54,7 +54,7 @@ class TcpSender:
 
     def publish(self, version: Version, tensors: "Iterable[tuple[str, torch.Tensor]]") -> bytes:
         """Hold a version and return its offer."""
-        self._shelf.check(version)
+        self._shelf.begin(version)
         owned = on_host(tensors)
         manifest = describe(version, owned).encode()
         self._shelf.put(version, (manifest, owned))

@@ -9,7 +9,7 @@ from asyncflow.weights import Receiver, Sender
 from asyncflow.weights.collective import CollectiveReceiver, CollectiveSender
 from asyncflow.weights.file import FileReceiver, FileSender
 from asyncflow.weights.inproc import InprocReceiver, InprocSender
-from asyncflow.weights.layout import data, info
+from asyncflow.weights.layout import info
 from asyncflow.weights.shm import ShmReceiver, ShmSender
 from asyncflow.weights.tcp import TcpReceiver, TcpSender
 
