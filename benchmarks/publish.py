@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -147,6 +148,24 @@ def measure(trainer: Trainer, each: Sequence[Subject], rounds: int) -> dict[str,
             memory[name].copy_(tensor)
         found.setdefault("memcpy", {}).setdefault("copied", []).append(time.perf_counter() - started)
     return found
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the part of docs/weights.md that shows a result."""
+    copied = 1e3 * found["seconds"]["memcpy"]["copied"]["median"]
+    lines = [
+        f"{found['bytes'] / 1e6:.0f} MB of float32 on {found['cores']} cores of {found['cpu']}, load "
+        f"{found['load']:.1f}, commit {found['commit']}, {found['rounds']} rounds: medians in milliseconds, where a "
+        f"copy of the same bytes takes {copied:.0f}. The trainer waits for the copy alone.",
+        "",
+        "| what changes: channel | the trainer waits | until it is published | the engine has staged it |",
+        "|---|---|---|---|",
+    ]
+    for name, parts in found["seconds"].items():
+        if name != "memcpy":
+            shown = " | ".join(f"{1e3 * parts[part]['median']:.0f}" for part in ("held", "published", "staged"))
+            lines.append(f"| {name} | {shown} |")
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:

@@ -1,6 +1,7 @@
 import json
+from pathlib import Path
 
-from benchmarks import publish
+from benchmarks import publish, report
 
 
 def test_every_channel_is_measured_and_the_trainer_held_up_for_less_than_a_version_takes(tmp_path, capsys):
@@ -13,3 +14,8 @@ def test_every_channel_is_measured_and_the_trainer_held_up_for_less_than_a_versi
         assert 0 < parts["held"]["median"] < parts["published"]["median"]
         assert parts["staged"]["min"] > 0
     assert "shm, delta" in capsys.readouterr().out
+
+
+def test_the_page_shows_the_committed_result():
+    page = Path(__file__).parents[2] / "docs" / "weights.md"
+    assert publish.table(json.loads((report.RESULTS / "publish.json").read_text())) in page.read_text()
