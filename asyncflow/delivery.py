@@ -28,17 +28,18 @@ class Delivery:
         self._retired: Version = -1
 
     def published(self, version: Version, offer: bytes) -> None:
-        """Hear where a version is."""
+        """Hear where a version is; others may have heard of it before, and want it already."""
         with self._lock:
             self._offers[version] = offer
+            if version == self._wanted:
+                self._tell_all()
 
     def use(self, version: Version) -> None:
         """Have every engine use a version; those that use it or a newer one, or are at work on it, are left alone."""
         with self._lock:
             self._wanted = max(self._wanted, version)
             self._offers = {other: offer for other, offer in self._offers.items() if other >= self._wanted}
-            for engine in self._engines:
-                self._tell(engine)
+            self._tell_all()
 
     def joined(self, engine: str) -> None:
         """Hear of an engine that has just begun, and has no weights of the trainer."""
@@ -58,6 +59,10 @@ class Delivery:
             if version < self._wanted:
                 self._tell(engine)
             self._retire()
+
+    def _tell_all(self) -> None:
+        for engine in self._engines:
+            self._tell(engine)
 
     def _tell(self, engine: str) -> None:
         if engine in self._asked or self._uses.get(engine, -1) >= self._wanted or self._wanted not in self._offers:

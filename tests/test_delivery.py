@@ -66,6 +66,14 @@ def test_one_that_gave_up_is_asked_again_where_it_must_not_be_left_behind():
     assert sent.asked == {"b": Apply(1, b"1")}
 
 
+def test_what_is_wanted_before_it_is_known_where_it_is_is_told_then():
+    own, sent = delivery()
+    own.use(1)
+    assert sent.asked == {}
+    own.published(1, b"1")
+    assert sent.asked == {engine: Apply(1, b"1") for engine in ENGINES}
+
+
 def test_what_is_held_back_is_told_when_it_is_used():
     own, sent = delivery()
     publish(own, 1)
