@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -213,12 +214,10 @@ class CollectiveSender:
     def _port(self) -> int:
         """Return the port of the store, which is made when it is first needed."""
         if self._store is None:
-            from torch.distributed import TCPStore
-
             # A socket of ours: left to itself the store would listen on every address.
             listening = socket.create_server((self._host, 0), family=family(self._host), backlog=64)
             self._store_port = int(listening.getsockname()[1])
-            self._store = TCPStore(
+            self._store = _distributed().TCPStore(
                 self._host, self._store_port, is_master=True, wait_for_workers=False,
                 timeout=timedelta(seconds=self._bound), master_listen_fd=listening.detach(),
             )  # fmt: skip
@@ -293,10 +292,10 @@ class CollectiveReceiver:
     def _join(self, offer: CollectiveOffer, answer: Answer, wire: Wire) -> "_Group":
         """Return the group of a broadcast: the one that it is in, or a new one."""
         if self._group is None or self._group.number != answer.group:
-            from torch.distributed import TCPStore
-
             bound = timedelta(seconds=offer.bound)
-            store = TCPStore(offer.host, answer.store, is_master=False, wait_for_workers=False, timeout=bound)
+            store = _distributed().TCPStore(
+                offer.host, answer.store, is_master=False, wait_for_workers=False, timeout=bound
+            )
             own = str(wire.connection.getsockname()[0])
             self._group = _Group(store, answer.group, answer.rank, answer.size, own, offer.bound)
         return self._group
@@ -320,25 +319,26 @@ class _Group:
 
     def __init__(self, store: Any, number: int, rank: int, size: int, host: str, bound: float) -> None:
         """Return when all of them are there; a RuntimeError if they are not within the bound."""
-        from torch.distributed import PrefixStore, ProcessGroupGloo
-
-        self.number = number
-        options = ProcessGroupGloo._Options()
+        distributed, self.number = _distributed(), number
+        options = distributed.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=bound)
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
         # Of its own, not the default group: that is the training engine's.
-        self._gloo = ProcessGroupGloo(PrefixStore(str(number), store), rank, size, options)
+        self._gloo = distributed.ProcessGroupGloo(distributed.PrefixStore(str(number), store), rank, size, options)
 
     def broadcast(self, memory: "torch.Tensor", deadline: float = float("inf")) -> None:
         """Send memory from the trainer to all others; a RuntimeError if one of them is gone."""
-        from torch.distributed import BroadcastOptions
-
-        options = BroadcastOptions()
+        options = _distributed().BroadcastOptions()
         options.rootRank = 0
         for at in range(0, len(memory), PIECE):
             if time.monotonic() > deadline:
                 raise TimeoutError("timed out")
             self._gloo.broadcast([memory[at : at + PIECE]], options).wait()
+
+
+def _distributed() -> Any:
+    """Return `torch.distributed`, whose stubs lack most of what is used here."""
+    return import_module("torch.distributed")
 
 
 Message = TypeVar("Message")
