@@ -22,6 +22,7 @@ from asyncflow.execute.messages import (
     Event,
     Failed,
     Finished,
+    GaveUp,
     Published,
     Ready,
     Saved,
@@ -69,6 +70,9 @@ class Board:
     finished: set[str] = field(default_factory=set)
     published: Version = -1
     applied: dict[str, Version] = field(default_factory=dict)
+    given_up: dict[str, GaveUp] = field(default_factory=dict)
+    """The last version that an engine could not get."""
+    times_given_up: int = 0
     steps: Counter[str] = field(default_factory=Counter)
     """Optimizer steps by table."""
     served: Counter[str] = field(default_factory=Counter)
@@ -196,6 +200,11 @@ class Board:
         """Engines that do not use this version yet."""
         return [name for name in self.engines if self.applied.get(name, -1) < version]
 
+    def late(self, version: Version) -> str:
+        """Name the engines that do not use this version yet, and what has kept them from it."""
+        reasons = {name: own.reason for name, own in self.given_up.items() if own.version >= version}
+        return ", ".join(f"{name} ({reasons[name]})" if name in reasons else name for name in self.behind(version))
+
     def _note(self, replica: str, event: Event) -> None:
         match event:
             case Ready():
@@ -211,6 +220,9 @@ class Board:
                 self.published = max(self.published, version)
             case Applied(version):
                 self.applied[replica] = version
+            case GaveUp():
+                self.given_up[replica] = event
+                self.times_given_up += 1
             case Stepped(table, _, _, groups, rows):
                 self.steps[table] += 1
                 if table == "train":

@@ -5,7 +5,6 @@ It never touches a response: everything else follows from what the stages read a
 """
 
 import logging
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -26,16 +24,17 @@ from asyncflow.data.demonstrations import Demonstrations
 from asyncflow.data.draws import Draws
 from asyncflow.data.order import Order
 from asyncflow.data.prompts import Prompts
+from asyncflow.delivery import Delivery
 from asyncflow.errors import AsyncflowError, CheckpointError, DataError, StorageError
 from asyncflow.evaluation import evaluate
 from asyncflow.execute.local import LocalExecutor, assignments
 from asyncflow.execute.messages import (
     REQUEUED,
     Applied,
-    Apply,
     Dropped,
     Event,
     Failed,
+    GaveUp,
     Publish,
     Published,
     Ready,
@@ -56,7 +55,7 @@ from asyncflow.storage.client import Table
 from asyncflow.storage.status import Counts
 from asyncflow.types import Int64s, Version
 from asyncflow.watchdog import Watchdog
-from asyncflow.weights import FileChannel
+from asyncflow.weights import clear
 
 log = logging.getLogger(__name__)
 LOST_STEPS = 4
@@ -96,11 +95,9 @@ class Conductor:
     steps_before: int = field(default=0, init=False)
     """Steps of reinforcement learning that the checkpoint has, of which this run goes on."""
     _warmups_before: int = field(default=0, init=False)
-    _retired: Version = field(default=0, init=False)
     _held_back: bool = field(default=False, init=False)
     """Whether engines are to keep the weights that they have."""
-    _told: Version = field(default=-1, init=False)
-    _telling: Lock = field(default_factory=Lock, init=False)
+    _delivery: Delivery = field(init=False)
     _training_since: float = field(default=0.0, init=False)
     _steps: StepLog = field(init=False)
     restarts: Restarts = field(init=False)
@@ -123,6 +120,7 @@ class Conductor:
         self._stayers = frozenset(job.name for job in jobs if not restartable(job.specs))
         self.queue = TransferQueue.open("embedded://")
         self.executor = LocalExecutor(self.queue, self.report, self.fell)
+        self._delivery = Delivery(self.board.engines, TRAINER, self.executor.send)
 
     @property
     def too_long(self) -> int:
@@ -174,12 +172,19 @@ class Conductor:
             self._steps.worked(event, self.board)
             self.restarts.work(replica)
         self.board.take(replica, event)
-        if isinstance(event, Published) and not self.board.stopping and not self._held_back:
-            self._apply(event.version)
-        elif isinstance(event, Applied):
-            self._retire(event.version)
-        elif isinstance(event, Ready) and self._begun:
-            self._catch_up(replica)
+        if isinstance(event, Published):
+            self._delivery.published(event.version, event.offer)
+            if not self.board.stopping and not self._held_back:
+                self._delivery.use(event.version)
+        elif isinstance(event, Applied | GaveUp):
+            if isinstance(event, GaveUp):
+                log.warning("%s goes on without version %d: %s", replica, event.version, event.reason)
+            self._delivery.answered(replica, event.version, applied=isinstance(event, Applied))
+        elif isinstance(event, Ready):
+            if replica in self.board.engines:
+                self._delivery.joined(replica)
+            if self._begun:
+                self._settle()
         elif isinstance(event, Dropped) and self._unsettled:
             self._settle()
 
@@ -201,13 +206,6 @@ class Conductor:
                 self.queue.fail(f"replica {replica}: {report}")
         return 0
 
-    def _catch_up(self, replica: str) -> None:
-        """Give a replica that has begun again what it has missed: weights, before its first request."""
-        self._settle()
-        with self._telling:
-            if replica in self.board.engines and self._told >= 0:
-                self.executor.send(replica, Apply(self._told))
-
     def _settle(self) -> None:
         """Find rows that were dropped while nobody was left to tell: with their replica, or by the queue itself.
 
@@ -219,15 +217,6 @@ class Conductor:
         self._unsettled = table.ledger().dropped.get(REQUEUED, 0) != self.board.requeued
         if not self._unsettled:
             self.board.settle(groups, living)
-
-    def _apply(self, version: Version) -> None:
-        """Have every engine use a version, or do nothing if they were told so, or of a newer one."""
-        with self._telling:
-            if version > self._told:
-                self._told = version
-                for engine in self.board.engines:
-                    if engine in self.board.ready:  # another gets it when it is
-                        self.executor.send(engine, Apply(version))
 
     # What happens, in order.
 
@@ -283,19 +272,19 @@ class Conductor:
     def _one_version(self) -> Iterator[Version]:
         """Have every engine use the newest weights, and keep to them meanwhile, whatever the trainer publishes.
 
-        What is published at the same time is told of here or there, and `_apply` sends each version once: so the
-        version that is waited for is sent, and after it none until this ends.
+        What is published at the same time is told of here or there, and no version is told of twice: so the version
+        that is waited for is sent, and after it none until this ends.
         """
         with self.board.changed:
             self._held_back, version = True, self.board.published
         try:
-            self._apply(version)
+            self._delivery.use(version)
             self._wait_applied(version)
             yield version
         finally:
             with self.board.changed:
                 self._held_back, newest = False, self.board.published
-            self._apply(newest)
+            self._delivery.use(newest)
 
     def _warm_up(self) -> None:
         warmup = self.config.warmup
@@ -480,7 +469,7 @@ class Conductor:
         finally:
             self.queue.close()
             self.executor.stop(self.config.executor.stop_timeout)
-            shutil.rmtree(self.folder / "weights", ignore_errors=True)
+            clear(self.folder)
 
     # Smaller pieces.
 
@@ -497,7 +486,7 @@ class Conductor:
         board.wait(
             lambda: not board.behind(version),
             self.config.weights.timeout,
-            lambda: f"version {version} to be applied by {', '.join(board.behind(version))}",
+            lambda: f"version {version} to be applied by {board.late(version)}",
         )
 
     def _prompt_batch(self, prompts: Batch, temperature: float, numbers: Int64s) -> Batch:
@@ -508,13 +497,6 @@ class Conductor:
                 "requeued": np.zeros(len(prompts), np.int32),
             }
         )
-
-    def _retire(self, version: Version) -> None:
-        if not self.board.behind(version):
-            channel = FileChannel(self.folder / "weights")
-            for old in range(self._retired, version):
-                channel.retire(old)
-            self._retired = version
 
     def _jobs(self) -> list[Assignment]:
         return assignments(self.plan.stages, self.config, self.folder, self.resume)

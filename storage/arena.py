@@ -402,6 +402,13 @@ def sweep() -> None:
             path.unlink(missing_ok=True)
 
 
+def segment_path(name: str, number: int) -> Path:
+    """Return the file of a segment; a WireError if no arena has such a name."""
+    if not _known(name):
+        raise WireError(f"{name!r} is not the name of an arena")
+    return _path(name, number)
+
+
 def _claim(path: Path) -> int:
     """Make the file of an owner and lock it; whoever sweeps between the two has removed it, then it is made again."""
     while True:

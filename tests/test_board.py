@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from asyncflow.board import Board, Ended, Stopped
 from asyncflow.errors import ReplicaFailed, WaitTimeout
-from asyncflow.execute.messages import REQUEUED, Applied, Dropped, Evaluated, Failed, Published, Ready, Stepped
+from asyncflow.execute.messages import REQUEUED, Applied, Dropped, Evaluated, Failed, GaveUp, Published, Ready, Stepped
 
 
 def board() -> Board:
@@ -55,7 +55,7 @@ def test_a_group_is_lost_when_its_last_row_is():
 
 def test_engines_are_behind_until_they_have_applied_a_version():
     own = board()
-    own.take("b", Published(3))
+    own.take("b", Published(3, b""))
     assert own.behind(3) == ["a"]
     own.take("a", Applied(3))
     assert own.behind(3) == []
@@ -68,6 +68,15 @@ def test_steps_and_rewards_are_kept_apart_by_table():
     own.take("b", Evaluated(np.array([1.0, 0.0])))
     assert own.steps == {"warmup": 1, "train": 1}
     assert sum(map(len, own.rewards)) == 2
+
+
+def test_what_has_kept_an_engine_from_a_version_is_told_with_its_name():
+    own = Board(replicas=("a", "b", "c"), engines=("a", "b", "c"), group_size=2)
+    own.take("a", Applied(3))
+    own.take("b", GaveUp(3, "the trainer is gone"))
+    own.take("c", GaveUp(2, "too slow"))
+    assert own.late(3) == "b (the trainer is gone), c"
+    assert own.times_given_up == 2
 
 
 def test_how_groups_end_is_told_once():

@@ -35,7 +35,7 @@ class Problem:
 def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     model = (_model, _data, _stop, _eval, _reward, _stages)
-    training = (_batch, _algorithm, _schedule, _staleness, _weights, _emulated, _stall)
+    training = (_batch, _algorithm, _schedule, _staleness, _weights, _channel, _emulated, _stall)
     return [problem for part in (*model, *training) for problem in part(pipeline)]
 
 
@@ -264,3 +264,16 @@ def _stall(pipeline: Pipeline) -> Iterator[Problem]:
     if stall != type(executor).model_fields["stall_timeout"].default and stall >= wait:
         why = f"{stall:g} s is never reached: executor.wait_timeout ends the run after {wait:g} s; use less than that"
         yield Problem(("executor", "stall_timeout"), why, (("executor", "wait_timeout"),))
+
+
+def _channel(pipeline: Pipeline) -> Iterator[Problem]:
+    weights, route = pipeline.weights, ("weights", "channel")
+    if weights.channel == "inproc":
+        why = "inproc is for engines in the trainer's process, and each is a process of its own: use `shm` or `file`"
+        yield Problem(route, why)
+    if weights.delta and weights.channel == "collective":
+        why = "has no effect with channel collective, which sends the same to all: use `shm`, `tcp` or `file`"
+        yield Problem(("weights", "delta"), why, (route,), at="key")
+    if weights.host != "127.0.0.1" and weights.channel not in ("tcp", "collective"):
+        why = f"has no effect with channel {weights.channel}, which does not listen: use `tcp` or `collective`"
+        yield Problem(("weights", "host"), why, (route,), at="key")

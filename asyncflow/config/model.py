@@ -243,13 +243,18 @@ class Train(Section):
 class Weights(Section):
     """How new weights reach the rollout engines."""
 
-    channel: Literal["file"] = "file"
-    """`file`: safetensors in the run's folder, deleted when every engine has them."""
+    channel: Literal["file", "shm", "tcp", "collective", "inproc"] = "file"
+    """`file`: safetensors in the run's folder; `shm`: shared memory of one host; `tcp`: engines fetch them, also from
+    other hosts; `collective`: a broadcast by torch.distributed; `inproc`: within one process."""
     apply: Literal["interrupt", "drain", "boundary"] = "interrupt"
     """When an engine takes new weights: `interrupt` between two tokens, `drain` when the responses that run have ended,
     and nothing begins before, `boundary` when the prompts that are being answered are answered."""
     kv: Literal["keep", "recompute"] = "keep"
     """Keys and values of a response that is interrupted: `keep` them, or `recompute` them by the new weights."""
+    delta: Flag = False
+    """Send only the tensors that differ from those that an engine has; it keeps them once more, in host memory."""
+    host: str = "127.0.0.1"
+    """Address of the trainer's host that `tcp` and `collective` listen on, and engines connect to."""
     timeout: Seconds = 60.0
     """Longest wait for an engine to take new weights."""
 

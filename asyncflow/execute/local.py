@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -57,9 +57,10 @@ def _threads(config: Pipeline, engines: int) -> int:
 class _Process:
     process: ForkServerProcess
     connection: Connection
+    sending: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, command: Command) -> None:
-        with suppress(OSError):
+        with self.sending, suppress(OSError):  # commands come from several threads, and go in one piece each
             self.connection.send(command)
 
 

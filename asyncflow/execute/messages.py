@@ -79,6 +79,8 @@ class Published:
     """A version of the weights is ready to be taken."""
 
     version: Version
+    offer: bytes
+    """Where it is, as the channel of the weights says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,14 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
+class GaveUp:
+    """An inference engine could not get this version, and goes on with the one that it has."""
+
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint is complete."""
 
@@ -96,7 +106,7 @@ class Saved:
     version: Version
 
 
-Event = Ready | Failed | Finished | Worked | Dropped | Evaluated | Stepped | Published | Applied | Saved
+Event = Ready | Failed | Finished | Worked | Dropped | Evaluated | Stepped | Published | Applied | GaveUp | Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,15 @@ class Publish:
 @dataclass(frozen=True, slots=True)
 class Apply:
     """Take this version of the weights and use it from the next token on."""
+
+    version: Version
+    offer: bytes
+    """Where it is, as it was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Nobody needs weights that are older than this version."""
 
     version: Version
 
@@ -129,4 +148,4 @@ class Stop:
     """End soon: give up work that is not finished."""
 
 
-Command = Publish | Apply | Save | Stop
+Command = Publish | Apply | Retire | Save | Stop

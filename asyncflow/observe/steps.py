@@ -16,12 +16,14 @@ class StepLog:
     """Steps by table that the checkpoint has, of which this run goes on."""
     _stepped: Stepped | None = None
     _lost_before: int = 0
+    _given_up_before: int = 0
 
     def stepped(self, event: Stepped, board: Board) -> None:
         """Take the metrics of a step; those of a warm-up are complete."""
         if event.table == "train":
             lost = board.dropped
-            self._stepped = replace(event, metrics={**event.metrics, "rows_dropped": lost - self._lost_before})
+            more = {"rows_dropped": lost - self._lost_before, **self._weights(event, board)}
+            self._stepped = replace(event, metrics={**event.metrics, **more})
             self._lost_before = lost
         else:
             self._log(event.table, event, board)
@@ -32,6 +34,13 @@ class StepLog:
         if event.stage == "train" and event.replica == TRAINER and self._stepped is not None:
             made, self._stepped = self._stepped, None
             self._log("step", made, board)
+
+    def _weights(self, event: Stepped, board: Board) -> dict[str, int]:
+        """How far engines trail the weights that the step began with, and how often one gave up a version."""
+        given_up, self._given_up_before = board.times_given_up - self._given_up_before, board.times_given_up
+        slowest = min(board.applied.get(name, -1) for name in board.engines)
+        # Engines may have the version that the step made before the step is heard of.
+        return {"publish_lag_max": max(0, event.version - 1 - slowest), "weights_given_up": given_up}
 
     def _log(self, kind: str, event: Stepped, board: Board) -> None:
         step = self.before.get(event.table, 0) + board.steps[event.table]

@@ -12,7 +12,7 @@ import numpy as np
 from asyncflow.backends import infer_engine
 from asyncflow.backends.base import Completion, InferEngine, Request, Sampling
 from asyncflow.data.tokenizer import tokenizer
-from asyncflow.execute.messages import Applied, Apply, Command, Failed, Stop
+from asyncflow.execute.messages import Applied, Apply, Command, Failed, GaveUp, Stop
 from asyncflow.seeds import mix
 from asyncflow.stage import Context, Drop, Part
 from asyncflow.stages.model import model_spec, stop_tokens
@@ -20,7 +20,8 @@ from asyncflow.stages.switching import Switching
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
 from asyncflow.types import Int64s
-from asyncflow.weights import FileChannel
+from asyncflow.weights import receiver
+from asyncflow.weights.subscriber import Subscriber
 
 
 class Rollout:
@@ -36,9 +37,16 @@ class Rollout:
             max_inflight=config.rollout.max_inflight,
             options=config.rollout.options,
         )
+        self._subscriber = Subscriber(
+            receiver(config, context.replica),
+            self._engine.stage_weights,
+            lambda version, reason: context.emit(GaveUp(version, reason)),
+            timeout=config.weights.timeout,
+            delta=config.weights.delta,
+        )
         self._switching = Switching(
             self._engine,
-            FileChannel(context.folder / "weights").load,
+            self._subscriber.stage,
             lambda version: context.emit(Applied(version)),
             lambda why: context.emit(Failed(f"in replica {context.replica}, {why}")),
             when=config.weights.apply,
@@ -71,6 +79,7 @@ class Rollout:
     def command(self, command: Command) -> None:
         """Take new weights, or end early; waits for neither."""
         if isinstance(command, Apply):
+            self._subscriber.hear(command.version, command.offer)
             self._switching.ask(command.version)
         elif isinstance(command, Stop):
             self._end()
@@ -81,6 +90,7 @@ class Rollout:
 
     def _end(self) -> None:
         self._switching.close()
+        self._subscriber.close()
         self._engine.close()
 
     def _requests(self, batch: Batch) -> list[Request]:

@@ -11,18 +11,13 @@ not wait at all. A version that is staged while an older one waits for its momen
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from asyncflow.backends.base import InferEngine
 from asyncflow.errors import QueueClosed, WaitTimeout
 from asyncflow.types import Version
-
-if TYPE_CHECKING:
-    import torch
-
-Load = Callable[[Version], "Iterable[tuple[str, torch.Tensor]]"]
 
 
 class Switching:
@@ -31,7 +26,7 @@ class Switching:
     def __init__(
         self,
         engine: InferEngine,
-        load: Load,
+        stage: Callable[[Version], bool],
         told: Callable[[Version], None],
         failed: Callable[[str], None],
         *,
@@ -39,8 +34,12 @@ class Switching:
         recompute: bool = False,
         timeout: float = 3600.0,
     ) -> None:
-        """`told` hears of each version that is in use, `failed` why one is not; a batch waits `timeout` at most."""
-        self._engine, self._load, self._told, self._failed = engine, load, told, failed
+        """Take versions for an engine.
+
+        `stage` brings a version to it, or returns False if it could not be had; `told` hears of each version that is
+        in use, `failed` why the engine refused one. A batch waits `timeout` seconds at most.
+        """
+        self._engine, self._bring, self._told, self._failed = engine, stage, told, failed
         self._when, self._recompute, self._timeout = when, recompute, timeout
         self._changed = threading.Condition()
         self._wanted = self._staged = self._applied = -1
@@ -103,9 +102,12 @@ class Switching:
             self._changed.wait_for(lambda: self._closed or self._wanted > self._staged)
             self._check_open()
             version = self._wanted
-        self._engine.stage_weights(version, self._load(version))
+        there = self._bring(version)
         with self._changed:
-            self._staged = version
+            if there:
+                self._staged = version
+            elif self._wanted == version:
+                self._wanted = self._staged  # the engine goes on with what it has, until this is asked for again
             self._changed.notify_all()
 
     def _apply(self) -> None:

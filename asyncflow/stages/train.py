@@ -25,7 +25,7 @@ from asyncflow.algorithms.options import ALGORITHMS, reads
 from asyncflow.algorithms.schedule import learning_rate
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
-from asyncflow.execute.messages import REQUEUED, Command, Finished, Publish, Save, Saved, Stepped, Stop
+from asyncflow.execute.messages import REQUEUED, Command, Finished, Publish, Retire, Save, Saved, Stepped, Stop
 from asyncflow.stage import Context, Done, Drop, Rows
 from asyncflow.stages.step import Arrived, Share, Trained, describe
 from asyncflow.stages.trainer import Trainer, done
@@ -147,6 +147,8 @@ class Train:
 
     def command(self, command: Command) -> None:
         """Publish the weights, write a checkpoint, or leave the ranks."""
+        if isinstance(command, Retire):
+            self.trainer.retire(command.version)
         if isinstance(command, Stop) and not self.trainer.leads:
             # The others may wait for this rank in a call that nothing but its end interrupts; it keeps nothing.
             self._context.emit(Finished())

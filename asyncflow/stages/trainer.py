@@ -18,7 +18,8 @@ from asyncflow.execute.messages import Failed, Published
 from asyncflow.stage import Context
 from asyncflow.stages.model import model_spec
 from asyncflow.storage import Batch
-from asyncflow.weights import FileChannel
+from asyncflow.types import Version
+from asyncflow.weights import sender
 from asyncflow.weights.publisher import Publisher
 
 Word = TypeVar("Word", bound=msgspec.Struct)
@@ -29,7 +30,8 @@ class Trainer:
     """The engine of `Train` and `Warmup`, one at a time; of several ranks, each process has its own."""
 
     engine: TrainEngine
-    publisher: Publisher
+    publisher: Publisher | None
+    """Of the rank that speaks for all."""
     warmups: int = 0
     """Supervised steps so far, those before a checkpoint included."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -45,7 +47,7 @@ class Trainer:
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for all."""
-        return self.engine.data_parallel[0] == 0
+        return self.publisher is not None
 
     def exchange(self, word: Word) -> list[Word]:
         """Return what every rank says, in their order."""
@@ -80,12 +82,18 @@ class Trainer:
     def publish(self) -> None:
         """Copy the weights at hand, to be published in the background."""
         tensors = self.engine.export_weights()
-        if self.leads:
+        if self.publisher is not None:
             self.publisher.publish(self.engine.version, tensors)
+
+    def retire(self, version: Version) -> None:
+        """Let go of weights that are older than a version: nobody needs them any more."""
+        if self.publisher is not None:
+            self.publisher.retire(version)
 
     def close(self) -> None:
         """Let what is under way be published, and free everything; idempotent."""
-        self.publisher.close()
+        if self.publisher is not None:
+            self.publisher.close()
         self.engine.close()
 
 
@@ -94,10 +102,12 @@ def done(context: Context, what: str) -> int:
     return 0 if context.resume is None else int(checkpoint.progress(context.resume)[what])
 
 
-def _publisher(context: Context) -> Publisher:
+def _publisher(context: Context) -> Publisher | None:
+    if context.rank:
+        return None
     return Publisher(
-        FileChannel(context.folder / "weights"),
-        lambda version: context.emit(Published(version)),
+        sender(context.config, context.folder),
+        lambda version, offer: context.emit(Published(version, offer)),
         lambda report: context.emit(Failed(report)),
         context.config.weights.timeout,
     )

@@ -1,75 +1,96 @@
 """The `file` channel: each version a safetensors file in a folder that trainer and engines share.
 
-A version is published by renaming a finished file, so a reader sees it whole or not at all. Versions only grow.
-`retire` deletes a version once the flow knows that every engine has it or has given up; no reader deletes anything.
-Cost: one write and one read of the weights for each version.
+A version is published by renaming a finished file, so a reader sees it whole or not at all. Only the sender deletes,
+and who has opened a file may read it to its end. Cost: one write and one read of the weights for each version.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from asyncflow.errors import WeightsError
 from asyncflow.types import Version
+from asyncflow.weights.channel import Arrived, Offer
+from asyncflow.weights.layout import describe, info, on_host
 from asyncflow.weights.manifest import Manifest, TensorInfo, checksum
+from asyncflow.weights.shelf import Shelf, gone
 
 if TYPE_CHECKING:
     import torch
 
 
-class FileChannel:
-    """Publishes and loads versions in one folder."""
+class FileOffer(Offer, frozen=True, tag="file"):
+    """A version in a file."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._last: Version = -1
+    path: str
 
-    def publish(self, version: Version, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> Manifest:
-        """Write a version; one at or below the last published is refused (WeightsError)."""
+
+class FileSender:
+    """Writes versions into one folder."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder.absolute()
+        self._shelf: Shelf[Path] = Shelf(keep, lambda path: path.unlink(missing_ok=True))
+
+    def publish(self, version: Version, tensors: "Iterable[tuple[str, torch.Tensor]]") -> bytes:
+        """Write a version and return its offer."""
         from safetensors.torch import save_file
 
-        if version <= self._last:
-            raise WeightsError(f"version {version} was to be published after version {self._last}: versions only grow")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # Tied tensors share memory and a file cannot say so: each name gets bytes of its own.
-        owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
-        manifest = Manifest(version, {name: info(tensor) for name, tensor in owned.items()})
-        partial = self._path(version).with_suffix(f".{os.getpid()}.partial")
-        save_file(owned, partial, metadata={"manifest": msgspec.json.encode(manifest).decode()})
-        partial.replace(self._path(version))
-        self._last = version
-        return manifest
-
-    def load(self, version: Version) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield the tensors of a version after all of them were verified (WeightsError)."""
-        from safetensors import SafetensorError, safe_open
-
-        path = self._path(version)
-        try:
-            with safe_open(path, framework="pt") as file:
-                manifest = msgspec.json.decode((file.metadata() or {}).get("manifest", ""), type=Manifest)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError:
-            raise WeightsError(f"version {version} is not published in {self.folder}") from None
-        except (SafetensorError, msgspec.DecodeError) as error:
-            raise WeightsError(f"{path} is damaged or not a version of the weights: {error}") from error
-        manifest.verify({name: info(tensor) for name, tensor in tensors.items()})
-        yield from tensors.items()
+        self._shelf.begin(version)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        owned = _apart(on_host(tensors))
+        manifest = describe(version, owned).encode()
+        path = self._folder / f"version-{version:08d}.safetensors"
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        save_file(owned, partial, metadata={"manifest": manifest.decode()})
+        partial.replace(path)
+        self._shelf.put(version, path)
+        return FileOffer(version, checksum(manifest), str(path)).encode()
 
     def retire(self, version: Version) -> None:
-        """Delete a version that nobody needs any more; idempotent."""
-        self._path(version).unlink(missing_ok=True)
+        """Delete what is older than a version."""
+        self._shelf.retire(version)
 
-    def _path(self, version: Version) -> Path:
-        return self.folder / f"version-{version:08d}.safetensors"
+    def close(self) -> None:
+        """Delete every version."""
+        self._shelf.close()
 
 
-def info(tensor: "torch.Tensor") -> TensorInfo:
-    """Describe a contiguous tensor on the CPU."""
-    import torch
+class FileReceiver:
+    """Reads versions."""
 
-    data = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
-    return TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum(data))
+    @contextmanager
+    def load(self, offer: bytes, held: Mapping[str, TensorInfo], deadline: float) -> Iterator[Arrived]:
+        """Read those tensors that are not held."""
+        from safetensors import SafetensorError, safe_open
+
+        found = FileOffer.decode(offer)
+        try:
+            with safe_open(found.path, framework="pt") as file:
+                manifest = Manifest.decode((file.metadata() or {}).get("manifest", "").encode(), found.digest)
+                names = manifest.lacking(held)
+                if unknown := manifest.tensors.keys() ^ file.keys():
+                    raise WeightsError(f"weights of version {found.version}: tensors of the file differ: {unknown}")
+                tensors = {name: file.get_tensor(name) for name in names}
+        except FileNotFoundError:
+            raise gone(found.version) from None
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{found.path} is damaged or not a version of the weights: {error}") from error
+        manifest.only(names).verify({name: info(tensor) for name, tensor in tensors.items()})
+        yield Arrived(manifest, tensors)
+
+    def close(self) -> None:
+        """Do nothing: reading a file ends by itself."""
+
+
+def _apart(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Give each tensor bytes of its own: tied ones share memory, and a file cannot say so."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        if place in seen:
+            tensors[name] = tensor.clone()
+        seen.add(place)
+    return tensors

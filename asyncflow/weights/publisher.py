@@ -4,10 +4,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import WeightsError
 from asyncflow.types import Version
+from asyncflow.weights.channel import Sender
 
 if TYPE_CHECKING:
     import torch
@@ -16,20 +17,13 @@ SNAPSHOTS = 2
 """Versions that may be in host memory and not yet published."""
 
 
-class Channel(Protocol):
-    """Where versions are published."""
-
-    def publish(self, version: Version, tensors: "Iterable[tuple[str, torch.Tensor]]") -> object:
-        """Return when every engine can load the version."""
-
-
 class Publisher:
-    """Publishes versions one after another in a thread, and tells of each, or how it failed."""
+    """Publishes versions one after another in a thread, and tells of each with its offer, or how it failed."""
 
     def __init__(
-        self, channel: Channel, told: Callable[[Version], None], failed: Callable[[str], None], timeout: float
+        self, sender: Sender, told: Callable[[Version, bytes], None], failed: Callable[[str], None], timeout: float
     ) -> None:
-        self._channel, self._told, self._failed, self._timeout = channel, told, failed, timeout
+        self._sender, self._told, self._failed, self._timeout = sender, told, failed, timeout
         self._room = threading.Semaphore(SNAPSHOTS)
         self._worker = ThreadPoolExecutor(1, "asyncflow-publish")
 
@@ -45,14 +39,18 @@ class Publisher:
         owned = list(tensors)
         self._worker.submit(self._publish, version, owned)
 
+    def retire(self, version: Version) -> None:
+        """Let go of what is older than a version: nobody needs it any more."""
+        self._sender.retire(version)
+
     def close(self) -> None:
-        """Wait until everything is published; idempotent."""
+        """Wait until everything is published, and let go of it; idempotent."""
         self._worker.shutdown()
+        self._sender.close()
 
     def _publish(self, version: Version, tensors: "list[tuple[str, torch.Tensor]]") -> None:
         try:
-            self._channel.publish(version, tensors)
-            self._told(version)
+            self._told(version, self._sender.publish(version, tensors))
         except Exception:  # noqa: BLE001  the border of this thread: the flow hears of it
             self._failed(f"publishing version {version}\n{traceback.format_exc()}")
         finally:

@@ -1,10 +1,21 @@
 import json
+from pathlib import Path
 
-from benchmarks import publish
+from benchmarks import publish, report
 
 
-def test_the_trainer_is_held_up_for_less_than_a_version_takes(tmp_path, capsys):
+def test_every_channel_is_measured_and_the_trainer_held_up_for_less_than_a_version_takes(tmp_path, capsys):
     found = json.loads(publish.main(["--rounds", "2", "--width", "16", "--output", str(tmp_path)]).read_text())
     assert found["bytes"] > 1e6
-    assert 0 < found["seconds"]["held"]["median"] < found["seconds"]["published"]["median"]
-    assert "held" in capsys.readouterr().out
+    names = {f"{change}: {name}" for change in publish.CHANGES for name in publish.SUBJECTS}
+    assert found["seconds"].keys() == {*names, "memcpy"}
+    for name in names:
+        parts = found["seconds"][name]
+        assert 0 < parts["held"]["median"] < parts["published"]["median"]
+        assert parts["staged"]["min"] > 0
+    assert "shm, delta" in capsys.readouterr().out
+
+
+def test_the_page_shows_the_committed_result():
+    page = Path(__file__).parents[2] / "docs" / "weights.md"
+    assert publish.table(json.loads((report.RESULTS / "publish.json").read_text())) in page.read_text()

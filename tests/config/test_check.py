@@ -24,6 +24,9 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             ["train.rows_per_step=16", "train.prompts_per_step=3"],
             "train.rows_per_step: 16 is not train.prompts_per_step 3 times train.group_size 8 = 24: give",
         ),
+        (["weights.channel=inproc"], "weights.channel: inproc is for engines in the trainer's process"),
+        (["weights.channel=collective", "weights.delta=true"], "weights.delta: has no effect with channel collective"),
+        (["weights.host=0.0.0.0"], "weights.host: has no effect with channel file"),
         (["train.group_size=1"], "train.group_size: 1 leaves grpo nothing to compare"),
         (
             ["train.token_budget=700"],
@@ -108,6 +111,7 @@ def test_what_does_not_go_together_is_refused(check_lines, overrides, message):
     [
         ["train.rows_per_step=16", "train.prompts_per_step=2"],
         ["train.kl=k1", "train.kl_coef=0.1"],
+        ["weights.channel=tcp", "weights.delta=true", "weights.host=::1"],
         ["train.algorithm=dr_grpo", "train.aggregate_length=100"],
         ["train.aggregate=seq-mean-token-sum-norm", "train.aggregate_length=9"],
         ["reward.fn=json:dumps"],

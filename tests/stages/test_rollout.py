@@ -10,12 +10,12 @@ from asyncflow.backends.models import new_model
 from asyncflow.config.model import Data, Model, Pipeline, Reward, Rollout, Weights
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import QueueClosed
-from asyncflow.execute.messages import Applied, Apply, Stop
+from asyncflow.execute.messages import Applied, Apply, GaveUp, Stop
 from asyncflow.stage import Context
 from asyncflow.stages import rollout
 from asyncflow.stages.model import model_spec
 from asyncflow.storage import Batch
-from asyncflow.weights import FileChannel
+from asyncflow.weights import sender
 from tests.backends.tiny import CONFIG
 
 
@@ -31,17 +31,17 @@ def stage(request, tmp_path):
         mode="async",
         weights=Weights(apply=request.param),
     )
-    channel = FileChannel(tmp_path / "weights")
+    trainer = sender(config, tmp_path)
     state = new_model(model_spec(config, tokenizer(config.model), None)).state_dict()
-    for version in (0, 1):
-        channel.publish(version, state.items())
+    first, second = (trainer.publish(version, state.items()) for version in (0, 1))
     told: SimpleQueue[object] = SimpleQueue()
     made = rollout.Rollout()
     made.setup(Context(config, "rollout-0", tmp_path, told.put))
-    made.command(Apply(0))
+    made.command(Apply(0, first))
     assert told.get(timeout=30) == Applied(0)
-    yield made, told
+    yield made, told, Apply(1, second)
     made.close()
+    trainer.close()
 
 
 def batch(rows=4):
@@ -71,10 +71,10 @@ def answering(made):
 
 
 def test_new_weights_are_asked_for_without_a_wait_and_told_of_when_they_are_used(stage):
-    made, told = stage
+    made, told, newer = stage
     made._engine.pause()
     thread, came = answering(made)
-    made.command(Apply(1))
+    made.command(newer)
     made._engine.resume()
     thread.join(30)
     assert told.get(timeout=30) == Applied(1)
@@ -83,11 +83,24 @@ def test_new_weights_are_asked_for_without_a_wait_and_told_of_when_they_are_used
 
 
 def test_it_ends_at_once_whatever_is_under_way(stage):
-    made, told = stage
+    made, told, newer = stage
     made._engine.pause()
     thread, came = answering(made)
-    made.command(Apply(1))
+    made.command(newer)
     made.command(Stop())
     thread.join(30)
     assert [type(one) for one in came] == [QueueClosed]
     assert told.empty() or told.get() == Applied(1)
+
+
+def test_a_version_that_does_not_come_leaves_the_engine_at_work_with_the_one_before(stage):
+    made, told, newer = stage
+    made.command(Apply(1, newer.offer.replace(newer.offer[:1], b"\x00")))
+    gave_up = told.get(timeout=30)
+    assert isinstance(gave_up, GaveUp)
+    assert "not an offer" in gave_up.reason
+    thread, came = answering(made)
+    thread.join(30)
+    assert {int(version) for part in came for version in part.columns["versions"].values} == {0}
+    made.command(newer)
+    assert told.get(timeout=30) == Applied(1)

@@ -44,7 +44,14 @@ def make():
         def build(when, **options):
             told, engine = Told(), TransformersEngine(SPEC, max_inflight=2, options={})
             load = options.pop("load", lambda version: weights(spec(seed=3 + version)))
-            made = Switching(engine, load, told.used, told.failed, when=when, **options)
+
+            def stage(version):
+                tensors = load(version)
+                if tensors is not None:
+                    engine.stage_weights(version, tensors)
+                return tensors is not None
+
+            made = Switching(engine, stage, told.used, told.failed, when=when, **options)
             ends.callback(made.join, PATIENCE)
             ends.callback(engine.close)
             ends.callback(made.close)
@@ -179,3 +186,14 @@ def test_weights_that_cannot_be_taken_are_told_of_and_the_old_ones_go_on(make, w
     with made.batch():
         found = answer(engine, requests(prompts(3)))
     assert {version for c in found.values() for version in c.versions.tolist()} == {0}
+
+
+def test_a_version_that_cannot_be_had_is_passed_over(make):
+    made, engine, told = make("interrupt", load=lambda version: None if version == 1 else weights(spec(seed=version)))
+    made.ask(1)
+    with made.batch():
+        answer(engine, requests(prompts(2)))
+    made.ask(2)
+    told.wait(lambda: told.versions[-1] == 2)
+    assert told.versions == [0, 2]
+    assert told.failures == []

@@ -12,22 +12,33 @@ class Slow:
     """Publishes a version when it is let."""
 
     def __init__(self):
-        self.let, self.published = threading.Event(), []
+        self.let, self.published, self.closed, self.retired = threading.Event(), [], False, -1
 
     def publish(self, version, tensors):
         assert self.let.wait(60)
         if not tensors:
             raise OSError("no room on the disk")
         self.published.append(version)
+        return b"offer"
+
+    def retire(self, version):
+        self.retired = version
+
+    def close(self):
+        self.closed = True
 
 
 @pytest.fixture
 def made():
     channel, told, failed = Slow(), [], []
-    publisher = Publisher(channel, told.append, failed.append, timeout=0.1)
+    publisher = Publisher(channel, lambda *said: told.append(said), failed.append, timeout=0.1)
     yield channel, publisher, told, failed
     channel.let.set()
     publisher.close()
+
+
+def offered(*versions):
+    return [(version, b"offer") for version in versions]
 
 
 def test_publishing_returns_before_it_is_done_and_keeps_the_order(made):
@@ -37,7 +48,8 @@ def test_publishing_returns_before_it_is_done_and_keeps_the_order(made):
     assert told == []
     channel.let.set()
     publisher.close()
-    assert told == channel.published == list(range(1, SNAPSHOTS + 1))
+    assert channel.published == list(range(1, SNAPSHOTS + 1))
+    assert told == offered(*channel.published)
     assert failed == []
 
 
@@ -49,7 +61,7 @@ def test_memory_is_bounded_and_so_is_the_wait_for_it(made):
         publisher.publish(SNAPSHOTS, [("w", None)])
     channel.let.set()
     publisher.close()
-    assert told == list(range(SNAPSHOTS))
+    assert told == offered(*range(SNAPSHOTS))
 
 
 def test_a_failure_is_told_and_the_next_version_goes_on(made):
@@ -58,7 +70,17 @@ def test_a_failure_is_told_and_the_next_version_goes_on(made):
     publisher.publish(2, [("w", None)])
     channel.let.set()
     publisher.close()
-    assert told == [2]
+    assert told == offered(2)
     assert len(failed) == 1
     assert "publishing version 1" in failed[0]
     assert "no room on the disk" in failed[0]
+
+
+def test_what_is_retired_is_let_go_while_another_is_published(made):
+    channel, publisher, _, _ = made
+    publisher.publish(2, [("w", None)])
+    publisher.retire(1)
+    assert channel.retired == 1
+    channel.let.set()
+    publisher.close()
+    assert channel.closed

@@ -1,0 +1,22 @@
+from asyncflow.board import Board
+from asyncflow.execute.messages import Applied, GaveUp, Stepped, Worked
+from asyncflow.observe.metrics import Metrics
+from asyncflow.observe.steps import StepLog
+
+
+def test_a_step_says_how_far_engines_trail_the_weights_it_began_with_and_how_often_one_gave_up(tmp_path):
+    board = Board(replicas=("trainer-0", "a", "b"), engines=("a", "b"), group_size=1)
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    log = StepLog(metrics)
+    for version, happened in [(1, [("a", Applied(0)), ("b", Applied(0))]), (2, [("a", Applied(1))]), (3, [])]:
+        for name, event in happened:
+            board.take(name, event)
+        if version == 3:
+            board.take("b", GaveUp(1, "too slow"))
+        log.stepped(Stepped("train", version, {}), board)
+        board.take("trainer-0", Stepped("train", version, {}))
+        log.worked(Worked("train", "train", "trainer-0", 1, 0.1, 0.1, 0.1), board)
+    steps = metrics.of("step")
+    metrics.close()
+    assert [step["publish_lag_max"] for step in steps] == [0, 1, 2]
+    assert [step["weights_given_up"] for step in steps] == [0, 0, 1]
