@@ -17,6 +17,7 @@ from asyncflow.errors import AsyncflowError, ReplicaFailed, WaitTimeout
 from asyncflow.execute.messages import (
     REQUEUED,
     Applied,
+    Copied,
     Dropped,
     Evaluated,
     Event,
@@ -93,6 +94,8 @@ class Board:
     """Those of them that were dropped to be generated anew."""
     lost: int = 0
     """Groups of the train table all of whose rows were dropped, but for those that are generated anew."""
+    copied: set[str] = field(default_factory=set)
+    """Folders of checkpoints whose state the trainer has copied, to write it."""
     saved: dict[str, Version] = field(default_factory=dict)
     failure: ReplicaFailed | None = None
     stopping: bool = False
@@ -240,6 +243,8 @@ class Board:
                     self.logged = self.steps["train"]
             case Evaluated(rewards):
                 self.rewards.append(rewards)
+            case Copied(folder):
+                self.copied.add(folder)
             case Saved(folder, version):
                 self.saved[folder] = version
             case Dropped():

@@ -1,13 +1,14 @@
 """Checkpoints: the model in Hugging Face format, and beside it what a run needs to go on.
 
-A checkpoint is a folder that appears complete or not at all: it is written under another name, synced and renamed.
-`progress.json` is written last and names the format, so that a foreign or cut-off folder is refused.
+The state is copied at once, and written later in whichever thread. A checkpoint is a folder that appears complete or
+not at all: it is written under another name, synced and renamed. `progress.json` is written last and names the
+format, so that a foreign or cut-off folder is refused.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,32 @@ from asyncflow.errors import CheckpointError
 FORMAT = 1
 
 
-def save(folder: Path, engine: TrainEngine, tokenizer: Any, progress: Mapping[str, object]) -> None:
-    """Write a checkpoint of the engine, replacing one of the same name."""
+def snapshot(engine: TrainEngine, tokenizer: Any, progress: Mapping[str, object]) -> Callable[[Path], None]:
+    """Copy what a checkpoint is made of; what is returned writes it into a folder, replacing one of the same name.
+
+    The copy takes as much host memory as the model and its optimizer, until it is written.
+    """
+    write, state = engine.snapshot(), engine.state()
+    record = {"format": FORMAT, "version": engine.version, **progress}
+    return lambda folder: _write(folder, write, state, tokenizer, record)
+
+
+def _write(
+    folder: Path,
+    write: Callable[[Path], None],
+    state: dict[str, object],
+    tokenizer: Any,
+    record: Mapping[str, object],
+) -> None:
     import torch
 
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     for abandoned in folder.parent.glob(f".{folder.name}.*.partial"):
         shutil.rmtree(abandoned, ignore_errors=True)
     partial.mkdir(parents=True)
-    engine.save_pretrained(partial)
+    write(partial)
     tokenizer.save_pretrained(partial)
-    torch.save(engine.state(), partial / "engine.pt")
-    record = {"format": FORMAT, "version": engine.version, **progress}
+    torch.save(state, partial / "engine.pt")
     (partial / "progress.json").write_text(json.dumps(record, indent=1))
     for path in partial.rglob("*"):
         _sync(path)

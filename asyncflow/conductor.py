@@ -7,7 +7,7 @@ It never touches a response: everything else follows from what the stages read a
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from asyncflow.data.draws import Draws
 from asyncflow.data.order import Order
 from asyncflow.data.prompts import Prompts
 from asyncflow.delivery import Delivery
-from asyncflow.errors import AsyncflowError, CheckpointError, DataError, StorageError
+from asyncflow.errors import AsyncflowError, DataError, StorageError
 from asyncflow.evaluation import evaluate
 from asyncflow.execute.local import LocalExecutor, assignments
 from asyncflow.execute.messages import (
@@ -38,7 +38,7 @@ from asyncflow.execute.messages import (
     Publish,
     Published,
     Ready,
-    Save,
+    Saved,
     Stepped,
     Stop,
     Worked,
@@ -47,6 +47,7 @@ from asyncflow.execute.replica import Assignment
 from asyncflow.execute.restarts import Restarts, restartable
 from asyncflow.observe.metrics import Metrics
 from asyncflow.observe.steps import StepLog
+from asyncflow.saving import Saving
 from asyncflow.seeds import mix
 from asyncflow.stages import reference
 from asyncflow.stages.plan import Plan
@@ -99,6 +100,7 @@ class Conductor:
     """Whether engines are to keep the weights that they have."""
     _delivery: Delivery = field(init=False)
     _training_since: float = field(default=0.0, init=False)
+    _saving: Saving = field(init=False)
     _steps: StepLog = field(init=False)
     restarts: Restarts = field(init=False)
     _begun: bool = field(default=False, init=False)
@@ -120,6 +122,7 @@ class Conductor:
         self._stayers = frozenset(job.name for job in jobs if not restartable(job.specs))
         self.queue = TransferQueue.open("embedded://")
         self.executor = LocalExecutor(self.queue, self.report, self.fell)
+        self._saving = Saving(self.config, self.board, self.plan.tables["train"], self.executor.send, self.folder)
         self._delivery = Delivery(self.board.engines, TRAINER, self.executor.send)
 
     @property
@@ -144,12 +147,13 @@ class Conductor:
             self._warm_up()
             self._train()
             self._evaluate("after")
-            self._save(self.folder / "checkpoint", final=True)
+            self._saving.save(self.folder / "checkpoint", final=True)
         except Stopped:
-            self._save_early()
+            self._saving.early()
             return False
         except AsyncflowError as error:
-            self._save_what_is_left()
+            if self._begun:
+                self._saving.what_is_left()
             if isinstance(error, StorageError) and self.board.failure is not None:
                 # A trainer that failed takes the queue with it: its own error says more than what follows from it.
                 raise self.board.failure from error
@@ -180,6 +184,8 @@ class Conductor:
             if isinstance(event, GaveUp):
                 log.warning("%s goes on without version %d: %s", replica, event.version, event.reason)
             self._delivery.answered(replica, event.version, applied=isinstance(event, Applied))
+        elif isinstance(event, Saved):
+            self._saving.saved(event)
         elif isinstance(event, Ready):
             if replica in self.board.engines:
                 self._delivery.joined(replica)
@@ -230,6 +236,7 @@ class Conductor:
                     reads = [column for column in stage.reads if column != "row"]  # the stage loop adds it
                     table.task(stage.name, reads, lease_seconds=lease, durable=stage.durable, **stage.sampling)
             self._tables[name] = table
+        self._saving.table = self._tables["train"]
         executor = self.config.executor
         stall = min(executor.stall_timeout, executor.wait_timeout / 2)
         self.board.watchdog = Watchdog(stall, self.plan.tables, self._tables)
@@ -238,6 +245,7 @@ class Conductor:
     def _await_replicas(self) -> None:
         config, board = self.config, self.board
         self._draws = Draws(Order(len(self.materials.prompts), config.seed, config.data.shuffle))
+        self._saving.draws = self._draws
         # Before the wait: a run that is stopped in it writes a checkpoint of where it stands.
         if self.resume is not None:
             record = checkpoint.progress(self.resume)
@@ -313,7 +321,7 @@ class Conductor:
         config, board = self.config, self.board
         first = board.published
         if config.train.kl_coef > 0 and config.warmup and not (self.folder / reference.FOLDER).exists():
-            self._save(self.folder / reference.FOLDER)
+            self._saving.save(self.folder / reference.FOLDER)
         self._training_since = time.monotonic()
         steps, done = config.train.steps - self.steps_before, 0
         admission = Admission.of(config, board, self._draws, steps)
@@ -334,25 +342,7 @@ class Conductor:
                 self._between_steps(first, done)
             admission.hear(done)
         self._wait_published(first + done)
-        self._drain()
-
-    def _drain(self) -> None:
-        """Let every stage finish with the rows that are trained: nothing of them is done again after a checkpoint."""
-        board, phased, table = self.board, self.config.phased, self._tables["train"]
-        names = [stage.name for stage in self.plan.tables["train"].stages if stage.build] if phased else self._sinks()
-
-        def finished() -> bool:
-            # In phases every row is trained or dropped by now; otherwise some are ahead, and are done again.
-            ledger = table.ledger()
-            rows = ledger.admitted - sum(ledger.dropped.values()) if phased else board.trained
-            return self._done(names, rows)
-
-        self._wait(finished, self.config.executor.wait_timeout, "every stage to finish its last rows")
-
-    def _done(self, stages: Iterable[str], rows: int) -> bool:
-        """Whether each of these stages is done with so many rows; the queue knows, whatever replicas have told."""
-        tasks = self._tables["train"].status().tasks
-        return all(tasks[stage].done >= rows for stage in stages)
+        self._saving.drain()
 
     def _fill(self, admission: Admission) -> None:
         """Admit as many prompts as there is room for."""
@@ -379,9 +369,8 @@ class Conductor:
                 self._wait_published(first + done)
                 self._evaluate(f"step_{step // every * every}", step)
             if output.checkpoint_every and step % output.checkpoint_every == 0 and done:
-                self._drain()
-                self._save(self.folder / "checkpoints" / f"step-{step:06d}")
-                checkpoint.prune(self.folder / "checkpoints", output.keep_checkpoints)
+                self._saving.drain()
+                self._saving.save(self.folder / "checkpoints" / f"step-{step:06d}", background=True)
         if not output.checkpoint_every:
             self._tables["train"].commit("train", first + done)
         self.phase = "training"
@@ -396,68 +385,6 @@ class Conductor:
                 f"step {step + self.steps_before} cannot be filled: {lost} prompts have lost all of their responses "
                 f"(rows dropped: {', '.join(f'{reason}: {rows}' for reason, rows in dropped.items())})"
             )
-
-    def _save(self, folder: Path, *, final: bool = False, failing: bool = False) -> None:
-        self.phase = "saving"
-        board = self.board
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        outstanding = self._draws.outstanding  # what is trained meanwhile, the trainer takes out
-        progress = {"seed": self.config.seed, **self._draws.state()}
-        self.executor.send(TRAINER, Save(str(folder), progress, outstanding, final=final))
-        board.wait(
-            lambda: str(folder) in board.saved or TRAINER in board.finished | board.failed,
-            self.config.executor.start_timeout if failing else self.config.executor.wait_timeout,
-            lambda: f"the trainer to save {folder}",
-            stopping=final,
-            failing=failing,
-        )
-        if str(folder) not in board.saved:
-            raise CheckpointError(f"the trainer ended before it saved {folder}")
-        self._tables["train"].commit("train", board.saved[str(folder)])
-
-    def _save_early(self) -> None:
-        """Leave a checkpoint of what is trained, if there is a trainer to ask, and let nothing of it be missing."""
-        sinks = self._sinks()
-        kept = {*sinks, *(self._upstream(sinks) - self._upstream(["train"]))}  # trained rows have what the trainer read
-        for name in self.board.replicas:
-            # The other ranks of the trainer help it through the step at hand.
-            if name.rpartition("-")[0] not in {"trainer", *kept}:
-                self.executor.send(name, Stop())
-        if TRAINER in self.board.ready and TRAINER not in self.board.finished:
-            self._save(self.folder / "checkpoint", final=True)
-            board = self.board
-            board.wait(
-                lambda: self._done(sinks, board.trained),
-                self.config.executor.wait_timeout,
-                lambda: f"{', '.join(sinks)} to finish the trained rows",
-                stopping=True,
-            )
-
-    def _save_what_is_left(self) -> None:
-        """Leave a checkpoint of a run that failed, if anything was trained and the trainer lives."""
-        trainer_lives = TRAINER in self.board.ready - self.board.finished and not self._stayers & self.board.failed
-        if not (self._begun and trainer_lives and self.board.steps.total()):
-            return
-        try:
-            self._save(self.folder / "checkpoint", final=True, failing=True)
-        except AsyncflowError as error:
-            log.warning("no checkpoint was saved: %s", error)
-
-    def _sinks(self) -> list[str]:
-        """Stages that only look at what is trained, step by step; one that takes whole phases would wait for more."""
-        looking = (stage for stage in self.plan.tables["train"].stages if stage.build and not stage.writes)
-        return [stage.name for stage in looking if not stage.durable and not stage.take.whole]
-
-    def _upstream(self, names: Iterable[str]) -> set[str]:
-        """Stages of the train table whose columns these read, or those read."""
-        found: set[str] = set()
-        waiting = list(names)
-        while waiting:
-            reader = waiting.pop()
-            fresh = {writer for writer, other, _ in self.plan.tables["train"].edges if other == reader} - found
-            found |= fresh
-            waiting += fresh
-        return found
 
     def _close(self) -> None:
         self.phase = "ending"

@@ -278,11 +278,11 @@ class TrainEngine(Protocol):
         Ranks other than 0 may yield nothing.
         """
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write the model in Hugging Face format."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy the model to host memory; what is returned writes the copy in Hugging Face format, from any thread."""
 
     def state(self) -> dict[str, object]:
-        """Optimizer, schedule, version and random state: what `load_state` needs beside the weights."""
+        """Copy optimizer, schedule, version and random state: what `load_state` needs beside the weights."""
 
     def load_state(self, state: dict[str, object]) -> None:
         """Go on exactly where `state` was taken."""

@@ -99,6 +99,13 @@ class GaveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """The state of a checkpoint is copied; training may go on while it is written."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint is complete."""
 
@@ -106,7 +113,9 @@ class Saved:
     version: Version
 
 
-Event = Ready | Failed | Finished | Worked | Dropped | Evaluated | Stepped | Published | Applied | GaveUp | Saved
+Event = (
+    Ready | Failed | Finished | Worked | Dropped | Evaluated | Stepped | Published | Applied | GaveUp | Copied | Saved
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ others come for it.
 
 import itertools
 import os
+import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +27,25 @@ from asyncflow.algorithms.options import ALGORITHMS, reads
 from asyncflow.algorithms.schedule import learning_rate
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
-from asyncflow.execute.messages import REQUEUED, Command, Finished, Publish, Retire, Save, Saved, Stepped, Stop
+from asyncflow.execute.messages import (
+    REQUEUED,
+    Command,
+    Copied,
+    Failed,
+    Finished,
+    Publish,
+    Retire,
+    Save,
+    Saved,
+    Stepped,
+    Stop,
+)
 from asyncflow.stage import Context, Done, Drop, Rows
 from asyncflow.stages.step import Arrived, Share, Trained, describe
 from asyncflow.stages.trainer import Trainer, done
 from asyncflow.staleness import check, gate
 from asyncflow.storage import Batch
+from asyncflow.types import Version
 
 _RECENT = 64
 """Steps whose groups are remembered: more than the flow can be behind, which hears of every one before the next."""
@@ -48,6 +63,7 @@ class Train:
         self._context, self.trainer = context, Trainer.of(context)
         self._step, self._compared = done(context, "step"), False
         self._share = Share()
+        self._writing = ThreadPoolExecutor(1, "asyncflow-save")
         self._trained: deque[tuple[int, ...]] = deque(maxlen=max(_RECENT, context.config.staleness + 2))
         train = context.config.train
         self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
@@ -168,8 +184,17 @@ class Train:
             left = [(group, prompt, tries) for group, prompt, tries in command.outstanding if group not in trained]
             counts = {"step": self._step, "warmups": self.trainer.warmups}
             progress = {**command.progress, "outstanding": left, **counts}
-            checkpoint.save(folder, self.trainer.engine, names, progress)
-            self._context.emit(Saved(command.folder, self.trainer.engine.version))
+            write, version = checkpoint.snapshot(self.trainer.engine, names, progress), self.trainer.engine.version
+        self._context.emit(Copied(command.folder))
+        self._writing.submit(self._write, write, folder, version)
+
+    def _write(self, write: Callable[[Path], None], folder: Path, version: Version) -> None:
+        try:
+            write(folder)
+            self._context.emit(Saved(str(folder), version))
+        except Exception:  # noqa: BLE001  the border of this thread: the flow hears of it
+            self._context.emit(Failed(f"saving {folder}\n{traceback.format_exc()}"))
 
     def close(self) -> None:
+        self._writing.shutdown()
         self.trainer.close()

@@ -8,7 +8,7 @@ ratio differ from 1 at zero lag.
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -132,9 +132,17 @@ class TorchEngine:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             yield name, tensor.detach().to("cpu", kind, copy=True)
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write model and config in Hugging Face format, the weights in float32 as they are trained."""
-        self._model.save_pretrained(folder)
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy the weights in float32, as they are trained; what is returned writes model and config."""
+        copies: dict[tuple[object, ...], Tensor] = {}
+        state = {}
+        for name, tensor in self._model.state_dict().items():
+            # Tied tensors stay tied: each is copied, and written, once.
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+            if place not in copies:
+                copies[place] = tensor.detach().to("cpu", copy=True)
+            state[name] = copies[place]
+        return lambda folder: self._model.save_pretrained(folder, state_dict=state)
 
     def state(self) -> dict[str, object]:
         """Optimizer, version and torch's random state, as copies."""

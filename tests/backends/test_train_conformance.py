@@ -193,7 +193,7 @@ def test_a_restored_engine_goes_on_bit_for_bit(make, tmp_path):
     engine, rows = make(), batch(8)
     for _ in range(2):
         step(engine, rows)
-    engine.save_pretrained(tmp_path)
+    engine.snapshot()(tmp_path)
     state = engine.state()
     for _ in range(2):
         step(engine, rows)
@@ -226,7 +226,7 @@ def test_exported_weights_are_every_tensor_and_copies(make):
 def test_transformers_reads_what_was_saved(make, tmp_path):
     engine = make()
     step(engine, batch(4))
-    engine.save_pretrained(tmp_path)
+    engine.snapshot()(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert same(dict(model.state_dict()), exported(engine))
     assert model.config.eos_token_id == 1
@@ -301,3 +301,16 @@ def test_bfloat16_trains_float32_weights(make):
     loss = SftLoss(denominators(rows["response_mask"].values, rows["response_mask"].offsets))
     losses = [step(engine, rows, loss=loss, lr=1e-2)[0]["loss"] for _ in range(4)]
     assert losses[-1] < losses[0]
+
+
+def test_a_snapshot_is_of_its_moment_whatever_is_trained_before_it_is_written(make, tmp_path):
+    engine = make()
+    before = exported(engine)
+    write, state = engine.snapshot(), engine.state()
+    step(engine, batch(6))
+    write(tmp_path)
+    again = make(replace(SPEC, path=str(tmp_path), config=None))
+    again.load_state(state)
+    assert same(exported(again), before)
+    assert not same(exported(engine), before)
+    assert again.version == 0
