@@ -41,12 +41,14 @@ from asyncflow.execute.messages import (
     Save,
     Stepped,
     Stop,
+    Traced,
     Worked,
 )
 from asyncflow.execute.replica import Assignment
 from asyncflow.execute.restarts import Restarts, restartable
 from asyncflow.observe.metrics import Metrics
 from asyncflow.observe.steps import StepLog
+from asyncflow.observe.trace import Trace
 from asyncflow.seeds import mix
 from asyncflow.stages import reference
 from asyncflow.stages.plan import Plan
@@ -82,7 +84,7 @@ class Conductor:
     """Loads prompts and tokenizer; called while the libraries of the engines are loaded."""
     metrics: Metrics
     resume: Path | None = None
-    phase: str = field(default="starting", init=False)
+    trace: Trace = field(default_factory=Trace)
     materials: Materials = field(init=False)
     board: Board = field(init=False)
     queue: TransferQueue = field(init=False)
@@ -121,6 +123,15 @@ class Conductor:
         self.queue = TransferQueue.open("embedded://")
         self.executor = LocalExecutor(self.queue, self.report, self.fell)
         self._delivery = Delivery(self.board.engines, TRAINER, self.executor.send)
+
+    @property
+    def phase(self) -> str:
+        """What the run is doing now."""
+        return self.trace.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.trace.enter(phase)
 
     @property
     def too_long(self) -> int:
@@ -166,6 +177,9 @@ class Conductor:
             self.board.take(replica, Failed(f"taking {type(event).__name__} of it\n{traceback.format_exc()}"))
 
     def _take(self, replica: str, event: Event) -> None:
+        self.trace.take(replica, event)
+        if isinstance(event, Traced):
+            return  # nothing depends on it, and nothing has moved
         if isinstance(event, Stepped):
             self._steps.stepped(event, self.board)
         elif isinstance(event, Worked):

@@ -48,9 +48,11 @@ def summarise(
         "train_seconds": round(seconds, 2),
         **{
             f"stage/{name}/{state}": round(share, 4)
-            for name, spent in metrics.stages.items()
-            for state, share in spent.shares().items()
+            for name in metrics.times.stages
+            for state, share in metrics.times.worst(name)[1].shares().items()
         },
+        "replicas": metrics.times.per_second(),
+        "bottleneck": metrics.times.bottleneck,
         "staleness/min": min((step["staleness_min"] for step in steps), default=None),
         "staleness/mean": sum(step["staleness_mean"] for step in steps) / len(steps) if steps else None,
         "staleness/max": max((step["staleness_max"] for step in steps), default=None),

@@ -11,6 +11,7 @@ others come for it.
 
 import itertools
 import os
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +26,11 @@ from asyncflow.algorithms.options import ALGORITHMS, reads
 from asyncflow.algorithms.schedule import learning_rate
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
-from asyncflow.execute.messages import REQUEUED, Command, Finished, Publish, Retire, Save, Saved, Stepped, Stop
+from asyncflow.execute.messages import REQUEUED, Command, Finished, Publish, Retire, Save, Saved, Stepped, Stop, Traced
 from asyncflow.stage import Context, Done, Drop, Rows
 from asyncflow.stages.step import Arrived, Share, Trained, describe
 from asyncflow.stages.trainer import Trainer, done
-from asyncflow.staleness import check, gate
+from asyncflow.staleness import check, gate, waited
 from asyncflow.storage import Batch
 
 _RECENT = 64
@@ -89,7 +90,9 @@ class Train:
         self._share.groups |= found
         left = np.flatnonzero(~gone)
         check(batch["row"].array[left], verdict.ages[left], config.staleness)
-        self._share.take(batch.with_columns({"response_mask": verdict.mask}).take(left), verdict.ages[left])
+        rows = batch.with_columns({"response_mask": verdict.mask}).take(left)
+        ages = waited(rows["versions"], rows["response_mask"], version)
+        self._share.take(rows, verdict.ages[left], ages)
         return self._drops(batch, gone, requeue=policy == "requeue"), max(each.tokens for each in said)
 
     def _drops(self, batch: Batch, gone: npt.NDArray[np.bool_], *, requeue: bool) -> list[Drop]:
@@ -161,6 +164,7 @@ class Train:
             if isinstance(command, Publish):
                 self.trainer.publish()
                 return
+            started = time.monotonic()
             folder = Path(command.folder)
             names = tokenizer(self._context.config.model)
             # The flow may not have heard yet of what was trained last.
@@ -169,7 +173,9 @@ class Train:
             counts = {"step": self._step, "warmups": self.trainer.warmups}
             progress = {**command.progress, "outstanding": left, **counts}
             checkpoint.save(folder, self.trainer.engine, names, progress)
-            self._context.emit(Saved(command.folder, self.trainer.engine.version))
+            seconds, version = time.monotonic() - started, self.trainer.engine.version
+            self._context.emit(Traced("checkpoints", "write checkpoint", started, seconds, {"version": version}))
+            self._context.emit(Saved(command.folder, version))
 
     def close(self) -> None:
         self.trainer.close()
