@@ -1,4 +1,4 @@
-"""The curves of a run as a picture: reward and accuracy, loss, lengths, mismatch of the two engines, staleness, speed."""
+"""The curves of a run as a picture: reward, loss, lengths, mismatch of the two engines, staleness and speed."""
 
 from pathlib import Path
 

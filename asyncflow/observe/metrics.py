@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from asyncflow.execute.messages import Worked
-from asyncflow.observe.times import Times
+from asyncflow.observe.times import Stopwatch, Times
 
 Record = dict[str, Any]
 
@@ -39,12 +39,12 @@ class Metrics:
 
     path: Path
     records: list[Record] = field(default_factory=list)
-    times: Times = field(default_factory=Times)
     started: float = field(default_factory=time.monotonic)
     listeners: list[Callable[[Record], None]] = field(default_factory=list)
     """Called with each record, in the thread that logs it."""
-    _since: Times = field(default_factory=Times)
-    """Batches since the last step."""
+    _stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    _before: Times = field(default_factory=Times)
+    """How the time was spent up to the last step."""
     _logged: float = field(default_factory=time.monotonic)
     """When the last record was."""
     _file: TextIO | None = None
@@ -62,8 +62,13 @@ class Metrics:
     def worked(self, worked: Worked) -> None:
         """Count a batch for its replica, and for the step that is running."""
         with self._lock:
-            self.times.add(worked)
-            self._since.add(worked)
+            self._stopwatch.add(worked)
+
+    @property
+    def times(self) -> Times:
+        """What every replica did with its time so far."""
+        with self._lock:
+            return self._stopwatch.times()
 
     def log(self, kind: str, values: Mapping[str, Any], clock: Mapping[str, float] | None = None) -> Record:
         """Add a record of a kind (`step`, `warmup`, `eval`); `clock` holds what depends on the clock."""
@@ -86,7 +91,8 @@ class Metrics:
 
     def _step_time(self, values: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Return what the clock says of a step that took so long, and begin to count the next one."""
-        since, self._since = self._since, Times(begun=self._since.begun)
+        times = self._stopwatch.times()
+        since, self._before = times.plus(self._before, -1), times
         busy = {stage: sum(spent.busy for spent in own.values()) for stage, own in since.stages.items()}
         return {
             "seconds": round(seconds, 4),

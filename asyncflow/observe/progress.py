@@ -84,8 +84,8 @@ def _stages(flow: Flow) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("stage", "rows", "busy", "waits for rows", "waits for the queue"):
         table.add_column(column, justify="left" if column == "stage" else "right")
+    times = flow.metrics.times
     for stage in flow.plan.tables["train"].stages:
-        times = flow.metrics.times
         if stage.name in times.stages:
             replica, spent = times.worst(stage.name)
             shares = spent.shares()

@@ -13,7 +13,7 @@ import msgspec
 
 from asyncflow.errors import DataError
 from asyncflow.execute.messages import Worked
-from asyncflow.observe.times import Times
+from asyncflow.observe.times import Stopwatch, Times
 from asyncflow.observe.trace import FLOW, TRACE, Batch, Begun, Line, Span, Step
 
 Event = dict[str, Any]
@@ -75,16 +75,31 @@ def _whole(lines: Iterable[bytes]) -> Iterator[Line]:
             continue  # cut off
 
 
-def times(segments: Sequence[Segment]) -> Times:
+def times(segments: Iterable[Segment]) -> Times:
     """Return where the time went, counted as `summary.json` does."""
     found = Times()
     for segment in segments:
-        found.begun = None  # the clock of each begins anew
-        for one in segment.batches:
-            busy, idle, blocked = one.ended - one.leased - one.blocked, one.leased - one.started, one.blocked
-            seconds = [max(0, value) / 1e6 for value in (busy, idle, blocked)]
-            found.add(Worked(one.table, one.stage, one.replica, one.rows, *seconds, started=one.started / 1e6))
+        stopwatch = Stopwatch()  # the clock of each begins anew
+        for batch in segment.batches:
+            stopwatch.add(_worked(batch))
+        found = found.plus(stopwatch.times())
     return found
+
+
+def _worked(batch: Batch) -> Worked:
+    """Return the event that the line was made from."""
+    busy, idle = max(0, batch.ended - batch.leased - batch.blocked), batch.leased - batch.started
+    return Worked(
+        batch.table,
+        batch.stage,
+        batch.replica,
+        batch.rows,
+        busy / 1e6,
+        idle / 1e6,
+        min(batch.blocked, batch.ended - batch.leased) / 1e6,
+        started=batch.started / 1e6,
+        waits=tuple((began / 1e6, ended / 1e6) for began, ended in batch.waits),
+    )
 
 
 def chrome(segments: Sequence[Segment]) -> Iterator[Event]:
