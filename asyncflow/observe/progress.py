@@ -59,6 +59,14 @@ _SHOWN = {
 }
 
 
+_CURVES = (
+    ("reward_mean", "reward"),
+    ("response_tokens_mean", "length"),
+    ("loss", "loss"),
+    ("tokens_per_s", "tokens/s"),
+)
+
+
 def view(flow: Flow) -> RenderableType:
     """Draw the state of a run."""
     steps = flow.metrics.of("step")
@@ -96,8 +104,8 @@ def _stages(flow: Flow) -> RenderableType:
 
 def _curves(flow: Flow, steps: list[Record]) -> list[RenderableType]:
     lines: list[RenderableType] = []
-    for key, name in (("reward_mean", "reward"), ("response_tokens_mean", "length"), ("loss", "loss")):
-        values = [step[key] for step in steps if step.get(key) is not None]
+    for key, name in _CURVES:
+        values = [value for step in steps if (value := {**step["time"], **step}.get(key)) is not None]
         if values:
             lines.append(Text(f"{name:>9} {sparkline(values)} {number(values[-1])}"))
     for record in flow.metrics.of("eval"):
