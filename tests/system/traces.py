@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 from asyncflow.cli.trace import trace
@@ -19,7 +20,7 @@ def check_trace(folder: Path, parts: int = 1) -> int:
             lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for slices in lanes.values():
         slices.sort()
-        assert all(ended <= begins for (_, ended), (begins, _) in zip(slices, slices[1:], strict=False))
+        assert all(ended <= begins for (_, ended), (begins, _) in pairwise(slices))
     check_names({event["name"] for event in events})
     segments = read(folder)
     assert len(segments) == parts
