@@ -102,13 +102,16 @@ class Cover:
 
     def add(self, began: float, ended: float) -> None:
         """Take an interval in; those that are long over are not grown together with it."""
-        first, last = bisect_left(self._ends, began), bisect_right(self._begins, ended)
+        begins, ends = self._begins, self._ends
+        first, last = bisect_left(ends, began), bisect_right(begins, ended)
+        covered = 0.0
         if first < last:
-            began, ended = min(began, self._begins[first]), max(ended, self._ends[last - 1])
-        covered = sum(self._ends[first:last]) - sum(self._begins[first:last])
+            covered = sum(ends[first:last]) - sum(begins[first:last])
+            began, ended = min(began, begins[first]), max(ended, ends[last - 1])
         self.seconds += ended - began - covered
-        self._begins[first:last], self._ends[first:last] = [began], [ended]
-        del self._begins[:-_RECENT], self._ends[:-_RECENT]
+        begins[first:last], ends[first:last] = (began,), (ended,)
+        if len(begins) > 2 * _RECENT:
+            del begins[:-_RECENT], ends[:-_RECENT]
 
 
 @dataclass(slots=True)
