@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from asyncflow.errors import AsyncflowError, ReplicaFailed, WaitTimeout
 from asyncflow.execute.messages import (
@@ -90,6 +91,10 @@ class Board:
     """Held-out rewards since `rewards` was last cleared."""
     dropped: int = 0
     """Rows of the train table that were dropped."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """The same rows by reason; `untold` are those whose replica ended before it could say."""
+    dropped_lengths: Counter[int] = field(default_factory=Counter)
+    """How many of them had so many response tokens, of those that had a response."""
     requeued: int = 0
     """Those of them that were dropped to be generated anew."""
     lost: int = 0
@@ -257,13 +262,14 @@ class Board:
             self.discarded += len(event.groups)
         if event.reason == REQUEUED:
             self.requeued += len(event.groups)
+        lengths = dict(zip(event.rows, event.lengths, strict=False))
         by_group: dict[int, set[int]] = {}
         for group, row in zip(event.groups, event.rows, strict=True):
             by_group.setdefault(group, set()).add(row)
         for group, rows in by_group.items():
-            self._lose(group, rows, event.reason)
+            self._lose(group, rows, event.reason, lengths)
 
-    def _lose(self, group: int, rows: set[int], reason: str) -> None:
+    def _lose(self, group: int, rows: set[int], reason: str, lengths: Mapping[int, int] = MappingProxyType({})) -> None:
         """Note dropped rows of a group; those that are known to be are not counted again."""
         known = self._losses.setdefault(group, set())
         fresh = rows - known
@@ -271,6 +277,8 @@ class Board:
             return
         known |= fresh
         self.dropped += len(fresh)
+        self.reasons[reason or "untold"] += len(fresh)
+        self.dropped_lengths.update(lengths[row] for row in fresh if row in lengths)
         if len(known) == self.group_size:
             self._rows.pop(group, None)
             if reason == REQUEUED:

@@ -41,12 +41,14 @@ from asyncflow.execute.messages import (
     Saved,
     Stepped,
     Stop,
+    Traced,
     Worked,
 )
 from asyncflow.execute.replica import Assignment
 from asyncflow.execute.restarts import Restarts, restartable
 from asyncflow.observe.metrics import Metrics
 from asyncflow.observe.steps import StepLog
+from asyncflow.observe.trace import Trace
 from asyncflow.saving import Saving
 from asyncflow.seeds import mix
 from asyncflow.stages import reference
@@ -83,7 +85,7 @@ class Conductor:
     """Loads prompts and tokenizer; called while the libraries of the engines are loaded."""
     metrics: Metrics
     resume: Path | None = None
-    phase: str = field(default="starting", init=False)
+    trace: Trace = field(default_factory=Trace)
     materials: Materials = field(init=False)
     board: Board = field(init=False)
     queue: TransferQueue = field(init=False)
@@ -126,6 +128,15 @@ class Conductor:
         self._delivery = Delivery(self.board.engines, TRAINER, self.executor.send)
 
     @property
+    def phase(self) -> str:
+        """What the run is doing now."""
+        return self.trace.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.trace.enter(phase)
+
+    @property
     def too_long(self) -> int:
         """Prompts that were left out because they are too long."""
         return self.materials.prompts.dropped
@@ -147,7 +158,7 @@ class Conductor:
             self._warm_up()
             self._train()
             self._evaluate("after")
-            self._saving.save(self.folder / "checkpoint", final=True)
+            self._save(self.folder / "checkpoint", final=True)
         except Stopped:
             self._saving.early()
             return False
@@ -170,6 +181,9 @@ class Conductor:
             self.board.take(replica, Failed(f"taking {type(event).__name__} of it\n{traceback.format_exc()}"))
 
     def _take(self, replica: str, event: Event) -> None:
+        self.trace.take(replica, event)
+        if isinstance(event, Traced):
+            return  # nothing depends on it, and nothing has moved
         if isinstance(event, Stepped):
             self._steps.stepped(event, self.board)
         elif isinstance(event, Worked):
@@ -321,7 +335,7 @@ class Conductor:
         config, board = self.config, self.board
         first = board.published
         if config.train.kl_coef > 0 and config.warmup and not (self.folder / reference.FOLDER).exists():
-            self._saving.save(self.folder / reference.FOLDER)
+            self._save(self.folder / reference.FOLDER)
         self._training_since = time.monotonic()
         steps, done = config.train.steps - self.steps_before, 0
         admission = Admission.of(config, board, self._draws, steps)
@@ -370,7 +384,7 @@ class Conductor:
                 self._evaluate(f"step_{step // every * every}", step)
             if output.checkpoint_every and step % output.checkpoint_every == 0 and done:
                 self._saving.drain()
-                self._saving.save(self.folder / "checkpoints" / f"step-{step:06d}", background=True)
+                self._save(self.folder / "checkpoints" / f"step-{step:06d}", background=True)
         if not output.checkpoint_every:
             self._tables["train"].commit("train", first + done)
         self.phase = "training"
@@ -399,6 +413,10 @@ class Conductor:
             clear(self.folder)
 
     # Smaller pieces.
+
+    def _save(self, folder: Path, *, background: bool = False, final: bool = False) -> None:
+        self.phase = "saving"
+        self._saving.save(folder, background=background, final=final)
 
     def _wait(self, until: Callable[[], bool], timeout: float, what: str) -> None:
         self.board.wait(until, timeout, lambda: what)

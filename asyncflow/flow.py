@@ -24,6 +24,7 @@ from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import CheckpointError, ConfigError, WaitTimeout
 from asyncflow.observe.metrics import Metrics, Record
 from asyncflow.observe.summary import Summary, summarise
+from asyncflow.observe.trace import TRACE, Trace
 from asyncflow.stages import Plan, plan
 
 Dataset = Sequence[Mapping[str, Any]]
@@ -137,11 +138,15 @@ class Flow:
             self.metrics.restore(int(checkpoint.progress(self._resume)["version"]))
         else:
             self._claim()
-        conductor = Conductor(self.config, self.folder, self.plan, self._materials, self.metrics, self._resume)
-        self.conductor = conductor
-        if self._stop_asked.is_set():
-            conductor.board.stop()
-        complete = conductor.run()
+        with Trace(self.folder / TRACE if self.config.output.trace else None) as trace:
+            self.metrics.listeners.append(trace.record)
+            conductor = Conductor(
+                self.config, self.folder, self.plan, self._materials, self.metrics, self._resume, trace
+            )
+            self.conductor = conductor
+            if self._stop_asked.is_set():
+                conductor.board.stop()
+            complete = conductor.run()
         summary = summarise(
             self.folder,
             self.metrics,

@@ -17,11 +17,21 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkabl
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.errors import CellConflict, PipelineError, QueueClosed, RowGone, StorageError, WaitTimeout
+from asyncflow.errors import (
+    CellConflict,
+    ColumnMissing,
+    PipelineError,
+    QueueClosed,
+    RowGone,
+    SchemaError,
+    StorageError,
+    WaitTimeout,
+)
 from asyncflow.execute.messages import Dropped, Event, Worked
 from asyncflow.pipeline import StageSpec
 from asyncflow.storage import Batch, TransferQueue
 from asyncflow.storage.client import Lease, Stream, Table
+from asyncflow.timing import Timing
 from asyncflow.types import Int64s, Version
 
 if TYPE_CHECKING:
@@ -107,6 +117,8 @@ class Context:
     """Set when the run is to end early: long work should return soon."""
     again: bool = False
     """Whether another copy of this name has failed before in this run."""
+    lane: int = 0
+    """Which of the batches that the stage works on at once."""
 
 
 @runtime_checkable
@@ -204,19 +216,18 @@ def run(
     gathered = _Gathered()
     with suppress(QueueClosed), closing(stream):
         while not context.stopping.is_set():
-            started = time.monotonic()
+            timing = Timing()
             lease = _next(spec, table, stream, context.config.executor.wait_timeout, gathered)
             if lease is None or until(lease):
                 return
-            idle = time.monotonic() - started
-            served = _Served(spec, table, lease, context, gathered)
+            timing.lease()
+            served = _Served(spec, table, lease, context, gathered, timing)
             with _counted(lease):
                 answered = served.by(stage)
             if not answered:
                 return
-            context.emit(
-                Worked(spec.table, spec.name, context.replica, len(lease.rows), served.busy, idle, served.blocked)
-            )
+            timing.end()
+            context.emit(served.worked())
 
 
 @contextmanager
@@ -264,30 +275,48 @@ def _next(spec: StageSpec, table: Table, stream: Stream, timeout: float, gathere
 class _Served:
     """One lease in the hands of a stage."""
 
-    def __init__(self, spec: StageSpec, table: Table, lease: Lease, context: Context, gathered: _Gathered) -> None:
-        self.spec, self.table, self.lease, self.context = spec, table, lease, context
+    def __init__(
+        self, spec: StageSpec, table: Table, lease: Lease, context: Context, gathered: _Gathered, timing: Timing
+    ) -> None:
+        self.spec, self.table, self.lease, self.context, self.timing = spec, table, lease, context, timing
         self.gathered = gathered
         """Leases of before, whose rows the stage has kept, if it gathers."""
         self.answered = np.zeros(len(lease.rows), dtype=bool)
-        self.busy = self.blocked = 0.0
         self.finished = False
+        self.step: Version | None = None
+        """The version that was made of the batch, and of those before it that were gathered."""
 
     def by(self, stage: Stage) -> bool:
         """Let the stage answer every row; False if the run is stopping and some rows are not answered."""
-        started = time.monotonic()
         batch = self.lease.batch.with_columns({"row": self.lease.rows})
         for part in parts(stage.process(batch), len(self.lease.rows)):
-            arrived = time.monotonic()
-            if isinstance(part, Done):
-                self.finish(part.step)
-            else:
-                self.take(part)
-            self.blocked += time.monotonic() - arrived
-        self.busy = time.monotonic() - started - self.blocked
+            with self.timing.waiting():
+                if isinstance(part, Done):
+                    self.finish(part.step)
+                else:
+                    self.take(part)
         if self.spec.gathers and not self.finished:
             self.gathered.leases.append(self.lease)
             return not self.context.stopping.is_set()
-        return self.finished or self.complete()
+        with self.timing.waiting():
+            return self.finished or self.complete()
+
+    def worked(self) -> Worked:
+        """Say how long this took."""
+        spec, context, timing = self.spec, self.context, self.timing
+        return Worked(
+            spec.table,
+            spec.name,
+            context.replica,
+            len(self.lease.rows),
+            timing.busy,
+            timing.idle,
+            timing.blocked,
+            started=timing.started,
+            lane=context.lane,
+            version=self.step,
+            waits=timing.waits,
+        )
 
     def complete(self) -> bool:
         """Acknowledge a batch all of whose rows were answered; a stage that writes nothing answers by returning."""
@@ -308,7 +337,7 @@ class _Served:
         for lease in (*self.gathered.leases, self.lease):
             lease.done(step=step)
         self.gathered.leases.clear()
-        self.finished = True
+        self.finished, self.step = True, step
 
     def take(self, part: Part | Rows | Drop) -> None:
         """Write or drop the rows of a part."""
@@ -345,11 +374,20 @@ class _Served:
         rows = self.lease.rows[positions]
         if not len(rows):
             return
+        lengths = self.lengths(rows)
         self.lease.drop(rows, reason)
         groups = self.lease.batch["group_id"].array[positions]
         self.context.emit(
-            Dropped(self.spec.table, self.spec.name, reason, tuple(groups.tolist()), tuple(rows.tolist()))
+            Dropped(self.spec.table, self.spec.name, reason, tuple(groups.tolist()), tuple(rows.tolist()), lengths)
         )
+
+    def lengths(self, rows: Int64s) -> tuple[int, ...]:
+        """Return how long the responses of rows are, read while they are there; nothing if they have none."""
+        try:
+            lengths: list[int] = self.table.read(rows, ["response_tokens"])["response_tokens"].lengths.tolist()
+        except (ColumnMissing, RowGone, SchemaError):
+            return ()
+        return tuple(lengths)
 
     def lacking(self, rows: Int64s) -> npt.NDArray[np.bool_]:
         """Return which rows live, and lack the columns that the stage writes."""

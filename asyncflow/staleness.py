@@ -117,6 +117,18 @@ def staleness(versions: Column, mask: Column, training: Version) -> Int64s:
     return result
 
 
+def waited(versions: Column, mask: Column, training: Version) -> Int64s:
+    """Return how many versions each row (N,) has waited since its newest trained token; 0 without a trained token.
+
+    The rest of its staleness came while it was generated. Arguments as those of `staleness`.
+    """
+    newest = np.full(len(versions), -1, dtype=np.int64)
+    trained = mask.values.astype(bool)
+    owner = np.repeat(np.arange(len(versions)), versions.lengths)
+    np.maximum.at(newest, owner[trained], versions.values[trained].astype(np.int64))
+    return np.where(newest < 0, 0, training - newest)
+
+
 def check(rows: RowIds, ages: Int64s, bound: int) -> None:
     """Refuse rows older than the bound (StalenessExceeded): exactly `bound` is allowed."""
     late = np.flatnonzero(ages > bound)

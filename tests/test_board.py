@@ -51,6 +51,7 @@ def test_a_group_is_lost_when_its_last_row_is():
     own.take("a", Dropped("eval", "reward", "timeout", (8,), (81,)))
     assert own.lost == 1
     assert own.dropped == 3
+    assert own.reasons == {"timeout": 3}
 
 
 def test_engines_are_behind_until_they_have_applied_a_version():

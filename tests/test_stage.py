@@ -1,6 +1,7 @@
 """The stage loop over a real embedded queue: rows in, columns out, by row key."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -52,6 +53,23 @@ def test_a_plain_function_is_a_stage(queue, tmp_path):
     written, events = serve(queue, spec(), FunctionStage(double), tmp_path)
     assert written["y"].array.tolist() == [0, 2, 4, 6, 8, 10]
     assert sum(event.rows for event in events if isinstance(event, Worked)) == 6
+
+
+def test_a_batch_says_when_it_began_and_how_its_time_was_spent(queue, tmp_path):
+    before = time.monotonic()
+    _, events = serve(queue, spec(take=Take(rows=2)), FunctionStage(double), tmp_path)
+    batches = [event for event in events if isinstance(event, Worked)]
+    assert [event.rows for event in batches] == [2, 2, 2]
+    at = before
+    for event in batches:
+        leased = event.started + event.idle
+        ended = leased + event.busy + event.blocked
+        assert at <= event.started <= leased <= ended <= time.monotonic()
+        told = [moment for wait in event.waits for moment in wait]
+        assert told == sorted(told)
+        assert event.blocked == pytest.approx(sum(end - began for began, end in event.waits))
+        assert all(leased <= moment <= ended + 1e-6 for moment in told)
+        at = ended - 1e-6
 
 
 def test_options_reach_the_function(queue, tmp_path):
@@ -108,7 +126,8 @@ def test_a_durable_stage_acknowledges_with_its_step(queue, tmp_path):
         yield Done(1)
 
     sink = StageSpec("double", ("x",), durable=True, take=Take(rows=6))
-    serve(queue, sink, FunctionStage(train), tmp_path)
+    _, events = serve(queue, sink, FunctionStage(train), tmp_path)
+    assert [event.version for event in events if isinstance(event, Worked)] == [1]
     status = queue.table("train").status()
     assert status.tasks["double"].done == 6
     assert status.rows == 6

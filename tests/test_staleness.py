@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import StalenessExceeded
-from asyncflow.staleness import StalenessController, check, gate, staleness
+from asyncflow.staleness import StalenessController, check, gate, staleness, waited
 from asyncflow.storage.batch import Column
 from asyncflow.types import StalePolicy
 
@@ -235,3 +235,10 @@ def test_the_bound_is_reached_and_not_only_kept():
         run.token(0)
     assert [bool(run.train(0)) for _ in range(4)] == [True, True, True, False]
     assert run.trained == 3
+
+
+def test_a_row_has_waited_since_its_newest_trained_token():
+    versions = Column.ragged(np.array([3, 5, 4, 4, 1, 9], np.int32), np.array([0, 2, 4, 6, 6]), "list<int32>")
+    mask = Column.ragged(np.array([1, 1, 1, 1, 1, 0], np.uint8), np.array([0, 2, 4, 6, 6]), "list<uint8>")
+    assert waited(versions, mask, 6).tolist() == [1, 2, 5, 0]
+    assert (staleness(versions, mask, 6) - waited(versions, mask, 6)).tolist() == [2, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Subcommands: `run`, `resume`, `validate`, `schema`, `bench`, `storage start`, `unit`, `inspect` and `keys`.
+"""Subcommands: `run`, `resume`, `trace`, `validate`, `schema`, `bench`, `storage start`, `unit`, `inspect` and `keys`.
 
 Exit codes: 0 done, 1 the run failed, 2 the file or the arguments are wrong, 130 interrupted (a checkpoint is left).
 """
@@ -41,6 +41,17 @@ def resume(
     from asyncflow.cli.run import resume as command
 
     raise typer.Exit(command(folder, quiet=quiet))
+
+
+@app.command()
+def trace(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, which may still be going.")],
+    output: Annotated[Path | None, typer.Option(help="Where to write it; by default trace.json in the folder.")] = None,
+) -> None:
+    """Show where the time of a run went, and write its timeline for Perfetto."""
+    from asyncflow.cli.trace import trace as command
+
+    raise typer.Exit(command(folder, output))
 
 
 @app.command()

@@ -302,6 +302,8 @@ class Output(Section):
     """Write a checkpoint each so many steps; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2
     """How many of those to keep."""
+    trace: Flag = True
+    """Write down when each replica worked and waited; `asyncflow trace` shows it."""
 
 
 class Pipeline(Section):

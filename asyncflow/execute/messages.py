@@ -1,9 +1,13 @@
 """What a replica and the flow say to each other: commands down, events up. Plain data, no behaviour."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from asyncflow.types import Float64s, Version
+
+Metric: TypeAlias = float | Sequence[int] | Mapping[str, int]
+"""A number of a step; or how many rows have the value 0, 1, 2 and so on, or the value of that name."""
 
 REQUEUED = "requeued"
 """The reason for which a group is dropped that is to be generated anew."""
@@ -41,6 +45,27 @@ class Worked:
     """Waiting for rows."""
     blocked: float
     """Waiting for the queue to take its columns."""
+    started: float = 0.0
+    """When it began to wait for these rows, by the monotonic clock of the host."""
+    lane: int = 0
+    """Which of the batches that the stage works on at once."""
+    version: Version | None = None
+    """The version that a step made with it."""
+    waits: tuple[tuple[float, float], ...] = ()
+    """When the longest waits for the queue began and ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A replica has spent time on something beside its batches."""
+
+    lane: str
+    """What happens here happens one after another."""
+    name: str
+    started: float
+    """By the monotonic clock of the host."""
+    seconds: float
+    facts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +77,8 @@ class Dropped:
     reason: str
     groups: tuple[int, ...]
     rows: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
+    """Response tokens of each row, where the rows have responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +94,7 @@ class Stepped:
 
     table: str
     version: Version
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Metric]
     groups: tuple[int, ...] = ()
     """Ids of the groups that the step was made of."""
     rows: int = 0
@@ -114,7 +141,19 @@ class Saved:
 
 
 Event = (
-    Ready | Failed | Finished | Worked | Dropped | Evaluated | Stepped | Published | Applied | GaveUp | Copied | Saved
+    Ready
+    | Failed
+    | Finished
+    | Worked
+    | Traced
+    | Dropped
+    | Evaluated
+    | Stepped
+    | Published
+    | Applied
+    | GaveUp
+    | Copied
+    | Saved
 )
 
 

@@ -179,8 +179,10 @@ class Replica:
         if self._assignment.failures >= CAREFUL:
             self._loop(careful(spec, context.config.train.group_size), stage, context, lambda lease: lease.attempt == 1)
         lanes = [
-            threading.Thread(target=self._loop, args=(spec, stage, context), name=self._named(spec), daemon=True)
-            for _ in range(spec.lanes - 1)
+            threading.Thread(
+                target=self._loop, args=(spec, stage, replace(context, lane=lane)), name=self._named(spec), daemon=True
+            )
+            for lane in range(1, spec.lanes)
         ]
         for lane in lanes:
             lane.start()

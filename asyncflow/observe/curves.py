@@ -1,4 +1,4 @@
-"""The curves of a run as a picture: reward and accuracy, loss, lengths, and the mismatch of the two engines."""
+"""The curves of a run as a picture: reward, loss, lengths, mismatch of the two engines, staleness and speed."""
 
 from pathlib import Path
 
@@ -10,6 +10,8 @@ _PANELS = (
     ("loss", ("loss",)),
     ("response tokens", ("response_tokens_mean", "response_tokens_max")),
     ("|log-probability gap| of trainer and rollout", ("logprob_gap_mean",)),
+    ("staleness in versions", ("staleness_mean", "staleness_max")),
+    ("tokens per second", ("tokens_per_s",)),
 )
 
 
@@ -22,11 +24,12 @@ def draw(metrics: Metrics, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure, axes = pyplot.subplots(3, 2, figsize=(11, 10), layout="constrained")
     steps = metrics.of("step")
     for axis, (title, keys) in zip(axes.flat, _PANELS, strict=True):
         for key in keys:
-            points = [(step["step"], step[key]) for step in steps if step.get(key) is not None]
+            values = [(step["step"], {**step["time"], **step}.get(key)) for step in steps]
+            points = [(step, value) for step, value in values if value is not None]
             axis.plot(*zip(*points, strict=True), label=key, linewidth=1.4) if points else None
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON line a step, and the share of time that each stage worked.
+"""Metrics of a run: one JSON line a step, and where the time of each replica went.
 
 A record's numbers outside `time` depend on the configuration and the seed alone; everything that the clock decides
 stands under `time`, so that two runs can be compared line by line.
@@ -9,11 +9,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from asyncflow.execute.messages import Worked
+from asyncflow.observe.times import Stopwatch, Times
 
 Record = dict[str, Any]
 
@@ -33,38 +34,19 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class StageTime:
-    """What the replicas of a stage did with their time, in seconds, and how many rows they finished."""
-
-    rows: int = 0
-    busy: float = 0.0
-    idle: float = 0.0
-    blocked: float = 0.0
-
-    def add(self, worked: Worked) -> None:
-        """Count one batch."""
-        self.rows += worked.rows
-        self.busy += worked.busy
-        self.idle += worked.idle
-        self.blocked += worked.blocked
-
-    def shares(self) -> dict[str, float]:
-        """Shares of the time, which add up to 1."""
-        total = (self.busy + self.idle + self.blocked) or 1.0
-        return {"busy": self.busy / total, "idle": self.idle / total, "blocked": self.blocked / total}
-
-
-@dataclass(slots=True)
 class Metrics:
     """Collects the records of a run and writes each to `metrics.jsonl` as it comes. Thread-safe."""
 
     path: Path
     records: list[Record] = field(default_factory=list)
-    stages: dict[str, StageTime] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     listeners: list[Callable[[Record], None]] = field(default_factory=list)
     """Called with each record, in the thread that logs it."""
-    _since: dict[str, float] = field(default_factory=dict)
+    _stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    _before: Times = field(default_factory=Times)
+    """How the time was spent up to the last step."""
+    _logged: float = field(default_factory=time.monotonic)
+    """When the last record was."""
     _file: TextIO | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -78,24 +60,26 @@ class Metrics:
             partial.replace(self.path)
 
     def worked(self, worked: Worked) -> None:
-        """Count a batch of the train table for the stage, and for the step that is running."""
-        if worked.table != "train":
-            return
+        """Count a batch for its replica, and for the step that is running."""
         with self._lock:
-            if worked.stage not in self.stages:  # before its first rows a stage waited for the run to begin
-                worked = replace(worked, idle=0.0)
-            self.stages.setdefault(worked.stage, StageTime()).add(worked)
-            self._since[worked.stage] = self._since.get(worked.stage, 0.0) + worked.busy
+            self._stopwatch.add(worked)
+
+    @property
+    def times(self) -> Times:
+        """What every replica did with its time so far."""
+        with self._lock:
+            return self._stopwatch.times()
 
     def log(self, kind: str, values: Mapping[str, Any], clock: Mapping[str, float] | None = None) -> Record:
         """Add a record of a kind (`step`, `warmup`, `eval`); `clock` holds what depends on the clock."""
         with self._lock:
-            timing = {"elapsed": time.monotonic() - self.started, **(clock or {})}
-            if kind == "step":
-                timing |= {f"{stage}_busy": seconds for stage, seconds in self._since.items()}
-                self._since.clear()
+            now = time.monotonic()
+            timing = {"elapsed": now - self.started, **(clock or {})}
             record: Record = {"kind": kind, **{key: _plain(value) for key, value in values.items()}}
             record["time"] = {key: round(value, 4) for key, value in timing.items()}
+            if kind == "step":
+                record["time"] |= self._step_time(values, now - self._logged)
+            self._logged = now
             self.records.append(record)
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8")
@@ -104,6 +88,18 @@ class Metrics:
         for listener in self.listeners:
             listener(record)
         return record
+
+    def _step_time(self, values: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Return what the clock says of a step that took so long, and begin to count the next one."""
+        times = self._stopwatch.times()
+        since, self._before = times.plus(self._before, -1), times
+        busy = {stage: sum(spent.busy for spent in own.values()) for stage, own in since.stages.items()}
+        return {
+            "seconds": round(seconds, 4),
+            "tokens_per_s": round(values.get("tokens", 0.0) / max(seconds, 1e-6), 1),
+            **{f"{stage}_busy": round(spent, 4) for stage, spent in busy.items()},
+            "ms_per_s": since.per_second(),
+        }
 
     def of(self, kind: str) -> list[Record]:
         """Records of a kind, oldest first."""

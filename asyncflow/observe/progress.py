@@ -14,6 +14,7 @@ from rich.text import Text
 
 from asyncflow.flow import Flow
 from asyncflow.observe.metrics import Record
+from asyncflow.observe.times import STATES
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 48
@@ -58,6 +59,14 @@ _SHOWN = {
 }
 
 
+_CURVES = (
+    ("reward_mean", "reward"),
+    ("response_tokens_mean", "length"),
+    ("loss", "loss"),
+    ("tokens_per_s", "tokens/s"),
+)
+
+
 def view(flow: Flow) -> RenderableType:
     """Draw the state of a run."""
     steps = flow.metrics.of("step")
@@ -83,18 +92,20 @@ def _stages(flow: Flow) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("stage", "rows", "busy", "waits for rows", "waits for the queue"):
         table.add_column(column, justify="left" if column == "stage" else "right")
+    times = flow.metrics.times
     for stage in flow.plan.tables["train"].stages:
-        spent = flow.metrics.stages.get(stage.name)
-        if spent is not None:
+        if stage.name in times.stages:
+            replica, spent = times.worst(stage.name)
             shares = spent.shares()
-            table.add_row(stage.name, f"{spent.rows:,}", *(f"{shares[key]:.0%}" for key in ("busy", "idle", "blocked")))
+            name = stage.name if stage.replicas == 1 else f"{stage.name} ({replica})"
+            table.add_row(name, f"{times.rows(stage.name):,}", *(f"{shares[state]:.0%}" for state in STATES))
     return table
 
 
 def _curves(flow: Flow, steps: list[Record]) -> list[RenderableType]:
     lines: list[RenderableType] = []
-    for key, name in (("reward_mean", "reward"), ("response_tokens_mean", "length"), ("loss", "loss")):
-        values = [step[key] for step in steps if step.get(key) is not None]
+    for key, name in _CURVES:
+        values = [value for step in steps if (value := {**step["time"], **step}.get(key)) is not None]
         if values:
             lines.append(Text(f"{name:>9} {sparkline(values)} {number(values[-1])}"))
     for record in flow.metrics.of("eval"):
@@ -138,8 +149,10 @@ def closing(flow: Flow, seconds: float) -> RenderableType:
     )
     for stage in flow.plan.tables["train"].stages:
         if f"stage/{stage.name}/busy" in values:
-            busy, idle, blocked = (values[f"stage/{stage.name}/{key}"] for key in ("busy", "idle", "blocked"))
-            grid.add_row(stage.name, f"worked {busy:.0%}, waited for rows {idle:.0%}, for the queue {blocked:.0%}")
+            busy, idle, blocked = (values[f"stage/{stage.name}/{state}"] for state in STATES)
+            most = " (the most of all)" if stage.name == values["bottleneck"] else ""
+            line = f"worked {busy:.0%}{most}, waited for rows {idle:.0%}, for the queue {blocked:.0%}"
+            grid.add_row(stage.name, line if stage.replicas == 1 else f"{line}, its busiest replica")
     oldest, mean = number(values["staleness/max"]), number(values["staleness/mean"])
     grid.add_row("staleness", f"mean {mean}, oldest trained token {oldest} versions")
     ledger = {"admitted": 0, "done": 0, "dropped": {}, "live": 0, **(values["ledger"] or {})}

@@ -1,9 +1,11 @@
 """One record for each optimizer step, made from the events of the stages."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from asyncflow.board import TRAINER, Board
-from asyncflow.execute.messages import Stepped, Worked
+from asyncflow.execute.messages import Metric, Stepped, Worked
 from asyncflow.observe.metrics import Metrics
 
 
@@ -15,16 +17,15 @@ class StepLog:
     before: dict[str, int] = field(default_factory=dict)
     """Steps by table that the checkpoint has, of which this run goes on."""
     _stepped: Stepped | None = None
-    _lost_before: int = 0
+    _reasons_before: Counter[str] = field(default_factory=Counter)
+    _lengths_before: Counter[int] = field(default_factory=Counter)
     _given_up_before: int = 0
 
     def stepped(self, event: Stepped, board: Board) -> None:
         """Take the metrics of a step; those of a warm-up are complete."""
         if event.table == "train":
-            lost = board.dropped
-            more = {"rows_dropped": lost - self._lost_before, **self._weights(event, board)}
+            more = {**self._dropped(event, board), **self._weights(event, board)}
             self._stepped = replace(event, metrics={**event.metrics, **more})
-            self._lost_before = lost
         else:
             self._log(event.table, event, board)
 
@@ -34,6 +35,22 @@ class StepLog:
         if event.stage == "train" and event.replica == TRAINER and self._stepped is not None:
             made, self._stepped = self._stepped, None
             self._log("step", made, board)
+
+    def _dropped(self, event: Stepped, board: Board) -> dict[str, Metric]:
+        """What has left since the last step without being trained, why, and whether it was longer than the rest."""
+        with board.changed:
+            reasons, lengths = Counter(board.reasons), Counter(board.dropped_lengths)
+        left, gone = reasons - self._reasons_before, lengths - self._lengths_before
+        self._reasons_before, self._lengths_before = reasons, lengths
+        trained = event.rows
+        tokens = round(trained * _number(event.metrics, "response_tokens_mean"))
+        rows, dropped = gone.total(), sum(length * count for length, count in gone.items())
+        return {
+            "rows_dropped": left.total(),
+            "dropped": dict(sorted(left.items())),
+            "dropped_response_tokens_mean": dropped / rows if rows else 0.0,
+            "generated_response_tokens_mean": (tokens + dropped) / max(1, trained + rows),
+        }
 
     def _weights(self, event: Stepped, board: Board) -> dict[str, int]:
         """How far engines trail the weights that the step began with, and how often one gave up a version."""
@@ -47,3 +64,8 @@ class StepLog:
         if kind != "step":  # told before the board counts it; a step of the trainer is logged after that
             step += 1
         self.metrics.log(kind, {"step": step, "version": event.version, **event.metrics})
+
+
+def _number(metrics: Mapping[str, Metric], name: str) -> float:
+    value = metrics.get(name, 0.0)
+    return value if isinstance(value, int | float) else 0.0

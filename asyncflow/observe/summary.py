@@ -33,7 +33,7 @@ def summarise(
     folder: Path, metrics: Metrics, counts: Counts | None, *, seconds: float, since: int, complete: bool
 ) -> Summary:
     """Bring the records of a run together; speed is that of the steps after `since`, which took `seconds`."""
-    steps = metrics.of("step")
+    steps, times = metrics.of("step"), metrics.times
     rows, tokens = (sum(step[key] for step in steps if step["step"] > since) for key in ("rows", "tokens"))
     values: dict[str, Any] = {
         "complete": complete,
@@ -48,9 +48,11 @@ def summarise(
         "train_seconds": round(seconds, 2),
         **{
             f"stage/{name}/{state}": round(share, 4)
-            for name, spent in metrics.stages.items()
-            for state, share in spent.shares().items()
+            for name in times.stages
+            for state, share in times.worst(name)[1].shares().items()
         },
+        "replicas": times.per_second(),
+        "bottleneck": times.bottleneck,
         "staleness/min": min((step["staleness_min"] for step in steps), default=None),
         "staleness/mean": sum(step["staleness_mean"] for step in steps) / len(steps) if steps else None,
         "staleness/max": max((step["staleness_max"] for step in steps), default=None),

@@ -49,6 +49,7 @@ class Rollout:
             self._subscriber.stage,
             lambda version: context.emit(Applied(version)),
             lambda why: context.emit(Failed(f"in replica {context.replica}, {why}")),
+            context.emit,
             when=config.weights.apply,
             recompute=config.weights.kv == "recompute",
             timeout=config.executor.wait_timeout,

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.algorithms.aggregate import Denominators, denominators
+from asyncflow.execute.messages import Metric
 from asyncflow.storage import Batch
 from asyncflow.types import Float64s, Int64s
 
@@ -38,6 +39,8 @@ class Trained(msgspec.Struct):
     """Response tokens."""
     ages: list[int]
     """Staleness."""
+    waited: list[int]
+    """What of it came after the newest token."""
     tokens: int
     sequences: int
     stale_lengths: list[int]
@@ -62,10 +65,10 @@ class Share:
     rows: list[Int64s] = field(default_factory=list)
     """Row ids, in the order of `ages`."""
     _held: list[Batch] = field(default_factory=list)
-    _said: Trained = field(default_factory=lambda: Trained([], [], [], [], [], [], 0, 0, [], 0, {}))
+    _said: Trained = field(default_factory=lambda: Trained([], [], [], [], [], [], [], 0, 0, [], 0, {}))
 
-    def take(self, batch: Batch, ages: Int64s) -> None:
-        """Hold rows that are to be trained, which are that old."""
+    def take(self, batch: Batch, ages: Int64s, waited: Int64s) -> None:
+        """Hold rows that are to be trained, which are that old, and have waited for so many versions of it."""
         said, counted = self._said, denominators(batch["response_mask"].values, batch["response_mask"].offsets)
         self._held.append(batch)
         self.rows.append(batch["row"].array)
@@ -76,6 +79,7 @@ class Share:
         said.prompts += batch["prompt_tokens"].lengths.tolist()
         said.responses += batch["response_tokens"].lengths.tolist()
         said.ages += ages.tolist()
+        said.waited += waited.tolist()
         said.tokens, said.sequences = said.tokens + counted.tokens, said.sequences + counted.sequences
 
     def note_stale(self, lengths: Int64s, tokens: int) -> None:
@@ -102,11 +106,11 @@ class Share:
         return self._said
 
 
-def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, float]:
+def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, Metric]:
     """Summarise the rows of a step: rewards, lengths, ages; with `stale` also what was too old since the last."""
     rewards, ages = _all(each.rewards for each in said), _all(each.ages for each in said)
-    responses = _all(each.responses for each in said)
-    found = {
+    responses, waited = _all(each.responses for each in said), _all(each.waited for each in said)
+    found: dict[str, Metric] = {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "advantage_zero_share": float((_all(each.advantages for each in said) == 0).mean()),
@@ -117,6 +121,11 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, float]:
         "staleness_min": float(ages.min(initial=0)),
         "staleness_mean": float(ages.mean()),
         "staleness_max": float(ages.max(initial=0)),
+        "staleness_histogram": np.bincount(ages.astype(np.int64)).tolist(),
+        "staleness_in_flight_mean": float((ages - waited).mean()),
+        "staleness_in_flight_max": float((ages - waited).max(initial=0)),
+        "staleness_in_queue_mean": float(waited.mean()),
+        "staleness_in_queue_max": float(waited.max(initial=0)),
     }
     if stale:
         lengths = _all(each.stale_lengths for each in said)

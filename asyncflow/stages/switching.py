@@ -10,6 +10,7 @@ not wait at all. A version that is staged while an older one waits for its momen
 """
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Literal
 
 from asyncflow.backends.base import InferEngine
 from asyncflow.errors import QueueClosed, WaitTimeout
+from asyncflow.execute.messages import Traced
 from asyncflow.types import Version
 
 
@@ -29,6 +31,7 @@ class Switching:
         stage: Callable[[Version], bool],
         told: Callable[[Version], None],
         failed: Callable[[str], None],
+        traced: Callable[[Traced], None] = lambda traced: None,
         *,
         when: Literal["interrupt", "drain", "boundary"] = "interrupt",
         recompute: bool = False,
@@ -37,12 +40,15 @@ class Switching:
         """Take versions for an engine.
 
         `stage` brings a version to it, or returns False if it could not be had; `told` hears of each version that is
-        in use, `failed` why the engine refused one. A batch waits `timeout` seconds at most.
+        in use, `failed` why the engine refused one, `traced` how long each of this took. A batch waits `timeout`
+        seconds at most.
         """
-        self._engine, self._bring, self._told, self._failed = engine, stage, told, failed
+        self._engine, self._bring, self._told, self._failed, self._traced = engine, stage, told, failed, traced
         self._when, self._recompute, self._timeout = when, recompute, timeout
         self._changed = threading.Condition()
         self._wanted = self._staged = self._applied = -1
+        self._asked = 0.0
+        """When the wanted version was first asked for."""
         self._under_way = 0
         self._shut = self._closed = False
         self._threads = [
@@ -55,7 +61,8 @@ class Switching:
     def ask(self, version: Version) -> None:
         """Have the engine use this version, or a newer one that is asked for before it is loaded; return at once."""
         with self._changed:
-            self._wanted = max(self._wanted, version)
+            if version > self._wanted:
+                self._wanted, self._asked = version, time.monotonic()
             self._changed.notify_all()
 
     @contextmanager
@@ -101,8 +108,11 @@ class Switching:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._wanted > self._staged)
             self._check_open()
-            version = self._wanted
+            version, asked = self._wanted, self._asked
+        started = time.monotonic()
         there = self._bring(version)
+        if there:
+            self._trace("stage", version, started, waited_ms=1000 * (started - asked))
         with self._changed:
             if there:
                 self._staged = version
@@ -115,9 +125,16 @@ class Switching:
             self._changed.wait_for(lambda: self._closed or self._staged > self._applied)
             self._check_open()
             version = self._staged
+        ready = time.monotonic()
         with self._moment():
+            started = time.monotonic()
             self._applied = self._engine.apply_weights(version, drain=self._when == "drain", recompute=self._recompute)
+            self._trace("apply", self._applied, started, waited_ms=1000 * (started - ready))
         self._told(self._applied)
+
+    def _trace(self, what: str, version: Version, started: float, waited_ms: float) -> None:
+        facts = {"version": version, "waited_ms": round(waited_ms, 3)}
+        self._traced(Traced(f"weights: {what}", what, started, time.monotonic() - started, facts))
 
     @contextmanager
     def _moment(self) -> Iterator[None]:

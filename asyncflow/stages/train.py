@@ -11,6 +11,7 @@ others come for it.
 
 import itertools
 import os
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,11 +40,12 @@ from asyncflow.execute.messages import (
     Saved,
     Stepped,
     Stop,
+    Traced,
 )
 from asyncflow.stage import Context, Done, Drop, Rows
 from asyncflow.stages.step import Arrived, Share, Trained, describe
 from asyncflow.stages.trainer import Trainer, done
-from asyncflow.staleness import check, gate
+from asyncflow.staleness import check, gate, waited
 from asyncflow.storage import Batch
 from asyncflow.types import Version
 
@@ -105,7 +107,9 @@ class Train:
         self._share.groups |= found
         left = np.flatnonzero(~gone)
         check(batch["row"].array[left], verdict.ages[left], config.staleness)
-        self._share.take(batch.with_columns({"response_mask": verdict.mask}).take(left), verdict.ages[left])
+        rows = batch.with_columns({"response_mask": verdict.mask}).take(left)
+        ages = waited(rows["versions"], rows["response_mask"], version)
+        self._share.take(rows, verdict.ages[left], ages)
         return self._drops(batch, gone, requeue=policy == "requeue"), max(each.tokens for each in said)
 
     def _drops(self, batch: Batch, gone: npt.NDArray[np.bool_], *, requeue: bool) -> list[Drop]:
@@ -177,6 +181,7 @@ class Train:
             if isinstance(command, Publish):
                 self.trainer.publish()
                 return
+            started = time.monotonic()
             folder = Path(command.folder)
             names = tokenizer(self._context.config.model)
             # The flow may not have heard yet of what was trained last.
@@ -185,15 +190,22 @@ class Train:
             counts = {"step": self._step, "warmups": self.trainer.warmups}
             progress = {**command.progress, "outstanding": left, **counts}
             write, version = checkpoint.snapshot(self.trainer.engine, names, progress), self.trainer.engine.version
+        self._trace("copy checkpoint", started, version)
         self._context.emit(Copied(command.folder))
         self._writing.submit(self._write, write, folder, version)
 
     def _write(self, write: Callable[[Path], None], folder: Path, version: Version) -> None:
+        started = time.monotonic()
         try:
             write(folder)
+            self._trace("write checkpoint", started, version)
             self._context.emit(Saved(str(folder), version))
         except Exception:  # noqa: BLE001  the border of this thread: the flow hears of it
             self._context.emit(Failed(f"saving {folder}\n{traceback.format_exc()}"))
+
+    def _trace(self, what: str, started: float, version: Version) -> None:
+        seconds = time.monotonic() - started
+        self._context.emit(Traced("checkpoints", what, started, seconds, {"version": version}))
 
     def close(self) -> None:
         self._writing.shutdown()

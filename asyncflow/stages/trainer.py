@@ -110,6 +110,7 @@ def _publisher(context: Context) -> Publisher | None:
         lambda version, offer: context.emit(Published(version, offer)),
         lambda report: context.emit(Failed(report)),
         context.config.weights.timeout,
+        context.emit,
     )
 
 

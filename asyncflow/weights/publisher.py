@@ -1,12 +1,14 @@
 """Publishing in the background: the trainer copies its weights to host memory, and makes its next step meanwhile."""
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import WeightsError
+from asyncflow.execute.messages import Traced
 from asyncflow.types import Version
 from asyncflow.weights.channel import Sender
 
@@ -21,9 +23,14 @@ class Publisher:
     """Publishes versions one after another in a thread, and tells of each with its offer, or how it failed."""
 
     def __init__(
-        self, sender: Sender, told: Callable[[Version, bytes], None], failed: Callable[[str], None], timeout: float
+        self,
+        sender: Sender,
+        told: Callable[[Version, bytes], None],
+        failed: Callable[[str], None],
+        timeout: float,
+        traced: Callable[[Traced], None] = lambda traced: None,
     ) -> None:
-        self._sender, self._told, self._failed, self._timeout = sender, told, failed, timeout
+        self._sender, self._told, self._failed, self._timeout, self._traced = sender, told, failed, timeout, traced
         self._room = threading.Semaphore(SNAPSHOTS)
         self._worker = ThreadPoolExecutor(1, "asyncflow-publish")
 
@@ -36,7 +43,9 @@ class Publisher:
             raise WeightsError(
                 f"version {version} cannot be published: {SNAPSHOTS} older ones were not within {self._timeout:g} s"
             )
+        started = time.monotonic()
         owned = list(tensors)
+        self._trace("copy", version, started)
         self._worker.submit(self._publish, version, owned)
 
     def retire(self, version: Version) -> None:
@@ -49,9 +58,15 @@ class Publisher:
         self._sender.close()
 
     def _publish(self, version: Version, tensors: "list[tuple[str, torch.Tensor]]") -> None:
+        started = time.monotonic()
         try:
-            self._told(version, self._sender.publish(version, tensors))
+            offer = self._sender.publish(version, tensors)
+            self._trace("publish", version, started)
+            self._told(version, offer)
         except Exception:  # noqa: BLE001  the border of this thread: the flow hears of it
             self._failed(f"publishing version {version}\n{traceback.format_exc()}")
         finally:
             self._room.release()
+
+    def _trace(self, what: str, version: Version, started: float) -> None:
+        self._traced(Traced(f"weights: {what}", what, started, time.monotonic() - started, {"version": version}))

@@ -9,8 +9,8 @@ from asyncflow.observe.summary import summarise
 from asyncflow.storage.status import Counts
 
 
-def worked(stage: str, busy: float, idle: float, table: str = "train") -> Worked:
-    return Worked(table, stage, f"{stage}-0", 8, busy, idle, 0.0)
+def worked(stage: str, started: float, idle: float, busy: float, replica: int = 0) -> Worked:
+    return Worked("train", stage, f"{stage}-{replica}", 8, busy, idle, 0.0, started=started)
 
 
 def step(number_: int, **more: float) -> dict[str, float]:
@@ -43,12 +43,31 @@ def test_a_resumed_run_goes_on_with_the_records_up_to_its_checkpoint(tmp_path):
     assert [record["step"] for record in second.records] == [1, 2, 3]
 
 
-def test_only_the_train_table_counts_and_the_first_wait_does_not(tmp_path):
+def test_a_step_says_how_the_time_since_the_last_one_was_spent_and_how_fast_it_was(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.worked(worked("reward", 1.0, 100.0))
-    metrics.worked(worked("reward", 1.0, 2.0))
-    metrics.worked(worked("reward", 50.0, 0.0, table="eval"))
-    assert metrics.stages["reward"].shares() == {"busy": 0.5, "idle": 0.5, "blocked": 0.0}
+    metrics.worked(worked("train", 0.0, 1.0, busy=1.0))
+    metrics.log("step", step(1))
+    metrics.worked(worked("train", 2.0, 3.0, busy=1.0))
+    clock = metrics.log("step", step(2))["time"]
+    metrics.close()
+    assert clock["ms_per_s"] == {"train": {"train-0": {"busy": 250, "idle": 750, "blocked": 0}}}
+    assert clock["train_busy"] == 1.0
+    assert clock["tokens_per_s"] > 0
+    assert clock["seconds"] >= 0
+
+
+def test_the_summary_shows_a_stage_by_its_worst_replica(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.worked(worked("rollout", 0.0, 1.0, busy=1.0, replica=0))
+    metrics.worked(worked("rollout", 0.0, 2.0, busy=3.0, replica=1))
+    metrics.worked(worked("train", 0.0, 4.0, busy=1.0))
+    values = summarise(tmp_path, metrics, None, seconds=1.0, since=0, complete=True).values
+    assert values["replicas"]["rollout"] == {
+        "rollout-0": {"busy": 250, "idle": 750, "blocked": 0},
+        "rollout-1": {"busy": 750, "idle": 250, "blocked": 0},
+    }
+    assert values["stage/rollout/busy"] == 0.75
+    assert values["bottleneck"] == "rollout"
 
 
 def test_the_summary_measures_speed_over_the_steps_of_this_session(tmp_path):

@@ -1,5 +1,5 @@
 from asyncflow.board import Board
-from asyncflow.execute.messages import Applied, GaveUp, Stepped, Worked
+from asyncflow.execute.messages import Applied, Dropped, GaveUp, Stepped, Worked
 from asyncflow.observe.metrics import Metrics
 from asyncflow.observe.steps import StepLog
 
@@ -20,3 +20,27 @@ def test_a_step_says_how_far_engines_trail_the_weights_it_began_with_and_how_oft
     metrics.close()
     assert [step["publish_lag_max"] for step in steps] == [0, 1, 2]
     assert [step["weights_given_up"] for step in steps] == [0, 0, 1]
+
+
+def test_a_step_says_what_was_dropped_since_the_last_one_and_why_and_how_long_it_was(tmp_path):
+    board = Board(replicas=("trainer-0",), engines=("a",), group_size=2)
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    log = StepLog(metrics)
+    drops = {
+        1: [Dropped("train", "reward", "reward_timeout", (1, 2), (10, 20), (30, 50))],
+        2: [],
+        3: [Dropped("train", "train", "stale", (3,), (30,), (8,)), Dropped("train", "rollout", "aborted", (3,), (31,))],
+    }
+    for version, events in drops.items():
+        for event in events:
+            board.take("x", event)
+            board.take("x", event)  # told again by a replica that has begun again
+        log.stepped(Stepped("train", version, {"response_tokens_mean": 10.0, "rows": 6.0}, rows=6), board)
+        board.take("trainer-0", Stepped("train", version, {}))
+        log.worked(Worked("train", "train", "trainer-0", 1, 0.1, 0.1, 0.1), board)
+    steps = metrics.of("step")
+    metrics.close()
+    assert [step["rows_dropped"] for step in steps] == [2, 0, 2]
+    assert [step["dropped"] for step in steps] == [{"reward_timeout": 2}, {}, {"aborted": 1, "stale": 1}]
+    assert [step["dropped_response_tokens_mean"] for step in steps] == [40.0, 0.0, 8.0]
+    assert [step["generated_response_tokens_mean"] for step in steps] == [(60 + 80) / 8, 10.0, 68 / 7]

@@ -20,6 +20,7 @@ class Told:
 
     def __init__(self):
         self.versions, self.failures, self._changed = [], [], threading.Condition()
+        self.traced = []
 
     def used(self, version):
         self._take(self.versions, version)
@@ -51,7 +52,7 @@ def make():
                     engine.stage_weights(version, tensors)
                 return tensors is not None
 
-            made = Switching(engine, stage, told.used, told.failed, when=when, **options)
+            made = Switching(engine, stage, told.used, told.failed, told.traced.append, when=when, **options)
             ends.callback(made.join, PATIENCE)
             ends.callback(engine.close)
             ends.callback(made.close)
@@ -83,6 +84,11 @@ def test_an_idle_engine_takes_weights_at_once(make, when):
     made.ask(1)
     told.wait(lambda: told.versions == [0, 1])
     assert engine.version == 1
+    for what in ("stage", "apply"):
+        spans = [one for one in told.traced if one.name == what]
+        assert [one.facts["version"] for one in spans] == [0, 1]
+        assert spans[0].started + spans[0].seconds <= spans[1].started
+        assert all(one.facts["waited_ms"] >= 0 and one.lane == f"weights: {what}" for one in spans)
 
 
 def test_interrupted_a_response_has_tokens_of_both(make):

@@ -118,7 +118,21 @@ def test_the_budget_changes_when_rows_enter_the_gradient_and_not_the_step(tmp_pa
     )
     assert len(whole) == len(split) == 3
     for one, other in zip(whole, split, strict=True):
+        assert other.pop("staleness_histogram") == one.pop("staleness_histogram")
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def test_a_step_tells_what_of_its_staleness_came_in_flight_and_what_in_the_queue(tmp_path):
+    second = next(event for event in serve(tmp_path)[0] if isinstance(event, Stepped) and event.version == 2).metrics
+    # At version 1: both tokens of group 2 are of version 0, those of group 3 of versions 0 and 1.
+    assert second["staleness_histogram"] == [0, 4]
+    assert (second["staleness_in_queue_mean"], second["staleness_in_queue_max"]) == (0.5, 1)
+    assert (second["staleness_in_flight_mean"], second["staleness_in_flight_max"]) == (0.5, 1)
+
+
+def test_rows_that_are_dropped_say_how_long_they_were(tmp_path):
+    (event,) = [event for event in serve(tmp_path, on_stale="drop")[0] if isinstance(event, Dropped)]
+    assert event.lengths == (2, 2)
 
 
 def test_rows_enter_the_gradient_before_the_step_is_full(tmp_path):

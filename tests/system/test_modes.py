@@ -15,6 +15,7 @@ from tests.system.conftest import WORDS
 from tests.system.test_ends import command, nobody_left
 from tests.system.test_resume import until
 from tests.system.test_run import timeless
+from tests.system.traces import check_trace
 
 pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
 
@@ -81,6 +82,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_makes_use_of_it(pipeline, bound
     assert [step["version"] for step in steps] == list(range(3, 9))
     assert all(step["staleness_max"] <= bound for step in steps)
     check_from_outside(folder, bound)
+    assert check_trace(folder) == 96
 
 
 def log(folder: Path) -> str:
@@ -99,6 +101,7 @@ def test_an_asynchronous_run_that_is_stopped_goes_on_where_it_was(pipeline):
     assert Flow.resume(flow.folder).start().wait(300)["complete"]
     check_ledger(flow.folder, steps=10)
     check_bound(trained(flow.folder), 1)
+    assert check_trace(flow.folder, parts=2) >= 160
 
 
 def test_a_run_that_is_stopped_while_it_starts_again_keeps_its_place(pipeline):

@@ -38,6 +38,7 @@ def test_the_same_seed_gives_the_same_metrics_in_both_modes_and_a_complete_folde
         "metrics.jsonl",
         "samples",
         "summary.json",
+        "trace.jsonl",
     ]
 
 
@@ -50,6 +51,9 @@ def check_records(records: list[dict[str, object]]) -> None:
         assert step["ratio_mean"] == pytest.approx(1, abs=1e-4)
         assert step["logprob_gap_max"] < 1e-4
         assert step["staleness_max"] == 0
+        assert step["staleness_histogram"] == [16]
+        assert step["generated_response_tokens_mean"] == step["response_tokens_mean"]
+        assert step["dropped"] == {}
 
 
 def check_summary(folder: Path) -> None:
@@ -62,6 +66,9 @@ def check_summary(folder: Path) -> None:
         assert sum(values[f"stage/{stage}/{part}"] for part in ("busy", "idle", "blocked")) == pytest.approx(
             1, abs=1e-3
         )
+    for replicas in values["replicas"].values():
+        assert all(sum(own.values()) == 1000 for own in replicas.values())
+    assert values["bottleneck"] in values["replicas"]
     assert values["rows_per_s"] > 0
 
 

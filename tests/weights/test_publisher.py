@@ -13,6 +13,7 @@ class Slow:
 
     def __init__(self):
         self.let, self.published, self.closed, self.retired = threading.Event(), [], False, -1
+        self.traced = []
 
     def publish(self, version, tensors):
         assert self.let.wait(60)
@@ -31,7 +32,7 @@ class Slow:
 @pytest.fixture
 def made():
     channel, told, failed = Slow(), [], []
-    publisher = Publisher(channel, lambda *said: told.append(said), failed.append, timeout=0.1)
+    publisher = Publisher(channel, lambda *said: told.append(said), failed.append, 0.1, channel.traced.append)
     yield channel, publisher, told, failed
     channel.let.set()
     publisher.close()
@@ -84,3 +85,14 @@ def test_what_is_retired_is_let_go_while_another_is_published(made):
     channel.let.set()
     publisher.close()
     assert channel.closed
+
+
+def test_copying_and_publishing_are_traced_apart_and_what_failed_is_not(made):
+    channel, publisher, _, _ = made
+    publisher.publish(1, [])
+    publisher.publish(2, [("w", None)])
+    channel.let.set()
+    publisher.close()
+    seen = sorted((traced.lane, traced.facts["version"]) for traced in channel.traced)
+    assert seen == [("weights: copy", 1), ("weights: copy", 2), ("weights: publish", 2)]
+    assert all(traced.started > 0 and traced.seconds >= 0 for traced in channel.traced)
