@@ -27,6 +27,7 @@ from asyncflow.execute.messages import (
     Ready,
     Saved,
     Stepped,
+    Trouble,
     Worked,
 )
 from asyncflow.types import Float64s, Version
@@ -87,6 +88,12 @@ class Board:
     """Groups of the train table that have ended since they were last asked for."""
     rewards: list[Float64s] = field(default_factory=list)
     """Held-out rewards since `rewards` was last cleared."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Outcomes of their scoring, of those that have a reward."""
+    trouble: Trouble = field(default_factory=Trouble)
+    """What scoring has met so far."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Rows of the train table by the reason that they were dropped for, as far as it was told."""
     dropped: int = 0
     """Rows of the train table that were dropped."""
     requeued: int = 0
@@ -238,8 +245,12 @@ class Board:
                 self.served[stage] += rows
                 if stage == "train" and name == TRAINER:
                     self.logged = self.steps["train"]
-            case Evaluated(rewards):
+            case Evaluated(rewards, outcomes):
                 self.rewards.append(rewards)
+                self.outcomes.update(outcomes)
+            case Trouble(detail, retried, replaced):
+                before = self.trouble
+                self.trouble = Trouble(detail or before.detail, before.retried + retried, before.replaced + replaced)
             case Saved(folder, version):
                 self.saved[folder] = version
             case Dropped():
@@ -248,6 +259,7 @@ class Board:
     def _drop(self, event: Dropped) -> None:
         if event.table != "train":
             return
+        self.reasons[event.reason] += len(event.rows)
         if event.stage == "train":
             self.discarded += len(event.groups)
         if event.reason == REQUEUED:

@@ -1,7 +1,7 @@
 """What a replica and the flow say to each other: commands down, events up. Plain data, no behaviour."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncflow.types import Float64s, Version
 
@@ -59,6 +59,20 @@ class Evaluated:
     """Held-out responses were scored; one reward for each row."""
 
     rewards: Float64s
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """How many of them came of which outcome of the scoring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """The reward function gave no score for some responses, at least not at once."""
+
+    detail: str = ""
+    """What the last of them met, with the traceback of the function; empty if all of them were scored."""
+    retried: int = 0
+    """How often a response was scored again."""
+    replaced: int = 0
+    """Processes of the function that were killed or have ended, and others began in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +120,9 @@ class Saved:
     version: Version
 
 
-Event = Ready | Failed | Finished | Worked | Dropped | Evaluated | Stepped | Published | Applied | GaveUp | Saved
+Event = (
+    Ready | Failed | Finished | Worked | Dropped | Evaluated | Trouble | Stepped | Published | Applied | GaveUp | Saved
+)
 
 
 @dataclass(frozen=True, slots=True)

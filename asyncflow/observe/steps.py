@@ -1,10 +1,12 @@
 """One record for each optimizer step, made from the events of the stages."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from asyncflow.board import TRAINER, Board
 from asyncflow.execute.messages import Stepped, Worked
 from asyncflow.observe.metrics import Metrics
+from asyncflow.rewards.outcome import UNUSUAL
 
 
 @dataclass(slots=True)
@@ -17,13 +19,14 @@ class StepLog:
     _stepped: Stepped | None = None
     _lost_before: int = 0
     _given_up_before: int = 0
+    _reasons_before: Counter[str] = field(default_factory=Counter)
 
     def stepped(self, event: Stepped, board: Board) -> None:
         """Take the metrics of a step; those of a warm-up are complete."""
         if event.table == "train":
             lost = board.dropped
             more = {"rows_dropped": lost - self._lost_before, **self._weights(event, board)}
-            self._stepped = replace(event, metrics={**event.metrics, **more})
+            self._stepped = replace(event, metrics={**event.metrics, **more, **self._outcomes(event, board)})
             self._lost_before = lost
         else:
             self._log(event.table, event, board)
@@ -41,6 +44,12 @@ class StepLog:
         slowest = min(board.applied.get(name, -1) for name in board.engines)
         # Engines may have the version that the step made before the step is heard of.
         return {"publish_lag_max": max(0, event.version - 1 - slowest), "weights_given_up": given_up}
+
+    def _outcomes(self, event: Stepped, board: Board) -> dict[str, int]:
+        """How scoring ended that gave no score: of the rows that were trained all the same, and of those that left."""
+        left, self._reasons_before = board.reasons - self._reasons_before, Counter(board.reasons)
+        keys = [f"reward_{outcome}" for outcome in UNUSUAL]
+        return {key: int(event.metrics.get(key, 0)) + left[key] for key in keys}
 
     def _log(self, kind: str, event: Stepped, board: Board) -> None:
         step = self.before.get(event.table, 0) + board.steps[event.table]

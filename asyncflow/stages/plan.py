@@ -34,6 +34,7 @@ RESPONSE_COLUMNS = {
     "versions": "list<int32>",
     "finish": "string",
 }
+REWARD_COLUMNS = {"reward": "float64", "reward_outcome": "string"}
 TRAINED_COLUMNS = {"trained_by": "int64", "staleness": "int32"}
 """What the trainer writes where it takes rows as they come: the version that they made, and how old they were."""
 _PHASE = Take(whole=True)
@@ -105,9 +106,7 @@ def _rollout(config: Pipeline, table: str) -> StageSpec:
 def _reward(config: Pipeline, table: str) -> StageSpec:
     reads = ("prompt_text", "response_text", "answer_text", "item")
     take = _ready(config) if table == "train" else _PHASE
-    return StageSpec(
-        "reward", reads, {"reward": "float64"}, build="asyncflow.stages.reward:Reward", table=table, take=take
-    )
+    return StageSpec("reward", reads, REWARD_COLUMNS, build="asyncflow.stages.reward:Reward", table=table, take=take)
 
 
 def _reference(config: Pipeline) -> StageSpec:
@@ -134,7 +133,8 @@ def _advantage(config: Pipeline) -> StageSpec:
 
 
 def _train(config: Pipeline) -> list[StageSpec]:
-    reads = ["prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs", "versions", "reward", "advantage"]
+    reads = ["prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs", "versions"]
+    reads += [*REWARD_COLUMNS, "advantage"]
     stages = [_source("train", PROMPT_COLUMNS), _rollout(config, "train"), _reward(config, "train")]
     if config.train.kl_coef > 0:
         stages.append(_reference(config))
@@ -142,7 +142,7 @@ def _train(config: Pipeline) -> list[StageSpec]:
     stages += [_own(stage, _ready(config, groups=True)) for stage in config.stages]
     stages += [_advantage(config), _trainer(config, tuple(reads))]
     if config.output.samples_every:
-        columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", "reward", "advantage")
+        columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", *REWARD_COLUMNS, "advantage")
         added, take = ((), Take(groups=config.prompts_per_step)) if config.phased else (TRAINED_COLUMNS, _ready(config))
         stages.append(StageSpec("samples", (*columns, *added), build="asyncflow.stages.samples:Samples", take=take))
     return stages
@@ -182,7 +182,7 @@ def _few(config: Pipeline) -> int:
 def _eval(config: Pipeline) -> list[StageSpec]:
     collect = StageSpec(
         "evaluate",
-        ("reward",),
+        tuple(REWARD_COLUMNS),
         build="asyncflow.stages.evaluate:Evaluate",
         table="eval",
         take=Take(partial=True, rows=1024),

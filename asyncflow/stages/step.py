@@ -4,13 +4,16 @@ A rank of several holds a share of each group; what concerns the step as a whole
 (`Arrived` for each batch, `Trained` for the step), so that each of them comes to the same conclusion.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 import numpy as np
 
 from asyncflow.algorithms.aggregate import Denominators, denominators
+from asyncflow.rewards.outcome import UNUSUAL
 from asyncflow.storage import Batch
 from asyncflow.types import Float64s, Int64s
 
@@ -31,6 +34,8 @@ class Trained(msgspec.Struct):
 
     groups: list[int]
     rewards: list[float]
+    outcomes: list[str]
+    """How scoring ended."""
     advantages: list[float]
     prompts: list[int]
     """Prompt tokens."""
@@ -62,7 +67,7 @@ class Share:
     rows: list[Int64s] = field(default_factory=list)
     """Row ids, in the order of `ages`."""
     _held: list[Batch] = field(default_factory=list)
-    _said: Trained = field(default_factory=lambda: Trained([], [], [], [], [], [], 0, 0, [], 0, {}))
+    _said: Trained = field(default_factory=lambda: Trained([], [], [], [], [], [], [], 0, 0, [], 0, {}))
 
     def take(self, batch: Batch, ages: Int64s) -> None:
         """Hold rows that are to be trained, which are that old."""
@@ -72,6 +77,7 @@ class Share:
         self.ages.append(ages)
         said.groups += batch["group_id"].array.tolist()
         said.rewards += batch["reward"].array.tolist()
+        said.outcomes += batch["reward_outcome"].strings()
         said.advantages += batch["advantage"].array.tolist()
         said.prompts += batch["prompt_tokens"].lengths.tolist()
         said.responses += batch["response_tokens"].lengths.tolist()
@@ -118,6 +124,8 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, float]:
         "staleness_mean": float(ages.mean()),
         "staleness_max": float(ages.max(initial=0)),
     }
+    outcomes = Counter(chain.from_iterable(each.outcomes for each in said))
+    found |= {f"reward_{outcome}": float(outcomes[outcome]) for outcome in UNUSUAL}
     if stale:
         lengths = _all(each.stale_lengths for each in said)
         found["stale_rows"] = float(len(lengths))
