@@ -92,6 +92,7 @@ def test_every_row_may_hang_or_crash():
             "timeout",
             "error",
         ]
+        assert pool.replaced == 4
     finally:
         pool.close()
 

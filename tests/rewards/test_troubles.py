@@ -35,7 +35,7 @@ def test_a_function_is_broken_if_nothing_was_scored_and_as_many_errors_came_as_a
     if not broken:
         troubles.check(last)
         return
-    with pytest.raises(RewardError, match="not one response could be scored, and 2 ended with an error; .*KeyError 2"):
+    with pytest.raises(RewardError, match=r"not one response could be scored, and 2 ended with an error; .*KeyError 2"):
         troubles.check(last)
 
 
