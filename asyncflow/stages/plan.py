@@ -41,6 +41,9 @@ _PHASE = Take(whole=True)
 _GROUPS = 64
 """Most groups that a stage takes at once where it takes what is ready: enough to make the price of a call small."""
 
+_GROUPS_PER_FIT = 4
+"""How much longer than the mean response the longest of a group may be, for the engine to be full all the time."""
+
 _ROWS_PER_RANK = 4
 """Rows that each rank of the trainer gets at least, if a step has as many: shares of fewer are less even."""
 
@@ -99,8 +102,14 @@ def _rollout(config: Pipeline, table: str) -> StageSpec:
         host="rollout",
         replicas=replicas,
         take=Take(groups=1) if flows else Take(rows=rows, whole=True),
-        lanes=-(-config.rollout.max_inflight // config.train.group_size) if flows else 1,
+        lanes=_lanes(config) if flows else 1,
     )
+
+
+def _lanes(config: Pipeline) -> int:
+    """Groups that an engine may have under way: more than fit, since of most of them only the longest still run."""
+    most = config.rollout.max_inflight
+    return min(most, _GROUPS_PER_FIT * -(-most // config.train.group_size))
 
 
 def _reward(config: Pipeline, table: str) -> StageSpec:
