@@ -29,6 +29,7 @@ from asyncflow.execute.messages import (
     Ready,
     Saved,
     Stepped,
+    Trouble,
     Worked,
 )
 from asyncflow.types import Float64s, Version
@@ -89,6 +90,10 @@ class Board:
     """Groups of the train table that have ended since they were last asked for."""
     rewards: list[Float64s] = field(default_factory=list)
     """Held-out rewards since `rewards` was last cleared."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Outcomes of their scoring, of those that have a reward."""
+    trouble: Trouble = field(default_factory=Trouble)
+    """What scoring has met so far."""
     dropped: int = 0
     """Rows of the train table that were dropped."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -246,8 +251,12 @@ class Board:
                 self.served[stage] += rows
                 if stage == "train" and name == TRAINER:
                     self.logged = self.steps["train"]
-            case Evaluated(rewards):
+            case Evaluated(rewards, outcomes):
                 self.rewards.append(rewards)
+                self.outcomes.update(outcomes)
+            case Trouble(detail, retried, replaced):
+                before = self.trouble
+                self.trouble = Trouble(detail or before.detail, before.retried + retried, before.replaced + replaced)
             case Copied(folder):
                 self.copied.add(folder)
             case Saved(folder, version):

@@ -398,7 +398,12 @@ class Conductor:
             raise DataError(
                 f"step {step + self.steps_before} cannot be filled: {lost} prompts have lost all of their responses "
                 f"(rows dropped: {', '.join(f'{reason}: {rows}' for reason, rows in dropped.items())})"
+                f"{self._trouble()}"
             )
+
+    def _trouble(self) -> str:
+        detail = self.board.trouble.detail
+        return f"; of the last response without a score: {detail}" if detail else ""
 
     def _close(self) -> None:
         self.phase = "ending"

@@ -156,6 +156,8 @@ class Flow:
             complete=complete,
         )
         summary.values["restarts"] = dict(conductor.restarts.counts)
+        summary.values["reward/workers_replaced"] = conductor.board.trouble.replaced
+        summary.values["reward/retried"] = conductor.board.trouble.retried
         if conductor.too_long:
             summary.values["data/left_out_as_too_long"] = conductor.too_long
         summary.write()

@@ -135,6 +135,14 @@ class Stage(Protocol):
         """Free what `setup` took; idempotent."""
 
 
+@runtime_checkable
+class Paced(Protocol):
+    """A stage whose lanes take rows when it has room for them."""
+
+    def await_room(self) -> None:
+        """Return when this lane may take its next batch; QueueClosed once the stage has ended."""
+
+
 @dataclass(slots=True)
 class FunctionStage:
     """A plain function as a stage: it gets the batch and its options, and returns the columns that it writes."""
@@ -216,6 +224,8 @@ def run(
     gathered = _Gathered()
     with suppress(QueueClosed), closing(stream):
         while not context.stopping.is_set():
+            if spec.lanes > 1 and isinstance(stage, Paced):
+                stage.await_room()  # the stage is busy, if not this lane: that is no time without rows
             timing = Timing()
             lease = _next(spec, table, stream, context.config.executor.wait_timeout, gathered)
             if lease is None or until(lease):

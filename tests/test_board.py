@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 
 from asyncflow.board import Board, Ended, Stopped
 from asyncflow.errors import ReplicaFailed, WaitTimeout
-from asyncflow.execute.messages import REQUEUED, Applied, Dropped, Evaluated, Failed, GaveUp, Published, Ready, Stepped
+from asyncflow.execute.messages import (
+    REQUEUED,
+    Applied,
+    Dropped,
+    Evaluated,
+    Failed,
+    GaveUp,
+    Published,
+    Ready,
+    Stepped,
+    Trouble,
+)
 
 
 def board() -> Board:
@@ -66,9 +77,19 @@ def test_steps_and_rewards_are_kept_apart_by_table():
     own = board()
     own.take("b", Stepped("warmup", 1, {}))
     own.take("b", Stepped("train", 2, {}))
-    own.take("b", Evaluated(np.array([1.0, 0.0])))
+    own.take("b", Evaluated(np.array([1.0, 0.0]), {"ok": 1, "timeout": 1}))
+    own.take("b", Evaluated(np.array([]), {}))
+    own.take("b", Evaluated(np.array([0.0]), {"timeout": 1}))
     assert own.steps == {"warmup": 1, "train": 1}
-    assert sum(map(len, own.rewards)) == 2
+    assert sum(map(len, own.rewards)) == 3
+    assert own.outcomes == {"ok": 1, "timeout": 2}
+
+
+def test_the_last_trouble_with_scoring_is_kept_and_what_it_cost_is_added_up():
+    own = board()
+    for trouble in (Trouble("first", 1, 0), Trouble("last", 0, 2), Trouble("", 3, 1)):
+        own.take("a", trouble)
+    assert own.trouble == Trouble("last", 4, 3)
 
 
 def test_what_has_kept_an_engine_from_a_version_is_told_with_its_name():

@@ -34,7 +34,7 @@ class Problem:
 
 def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
-    model = (_model, _data, _stop, _eval, _reward, _stages)
+    model = (_model, _data, _stop, _eval, _reward, _retries, _stages)
     training = (_batch, _algorithm, _schedule, _staleness, _weights, _channel, _emulated, _stall)
     return [problem for part in (*model, *training) for problem in part(pipeline)]
 
@@ -146,6 +146,14 @@ def _eval(pipeline: Pipeline) -> Iterator[Problem]:
         if getattr(section, name) and section.rows == 0:
             why = "has no effect while eval.rows is 0"
             yield Problem(("eval", name), why, uses=(("eval", "rows"),), at="key")
+
+
+def _retries(pipeline: Pipeline) -> Iterator[Problem]:
+    reward, choices = pipeline.reward, ("on_timeout", "on_error", "on_unscored")
+    chosen = reward.retries != type(reward).model_fields["retries"].default
+    if chosen and all(getattr(reward, name) != "retry" for name in choices):
+        why = f"has no effect without `retry` for one of {', '.join(choices)}"
+        yield Problem(("reward", "retries"), why, tuple(("reward", name) for name in choices), at="key")
 
 
 def _reward(pipeline: Pipeline) -> Iterator[Problem]:

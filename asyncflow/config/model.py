@@ -28,6 +28,7 @@ Unit = Annotated[Float, Field(gt=0, le=1)]
 Aggregate = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 # As in `asyncflow.types`, which brings numpy.
 OnStale = Literal["mask", "drop", "requeue", "wait"]
+OnOutcome = Literal["drop", "zero", "retry", "error"]
 Share = Annotated[Float, Field(ge=0, lt=1)]
 
 
@@ -164,10 +165,14 @@ class Reward(Section):
     """`module:function`, `file.py:function`, or a built-in: `exact_match`, `char_match`, `reasoning_gym`."""
     timeout: Seconds = 5.0
     """Wall-clock time that one response may take to score, for example `5s`."""
-    on_timeout: Literal["drop", "zero", "error"] = "drop"
-    """What becomes of a response whose scoring took too long: it leaves with that reason, scores 0, or ends the run."""
-    on_error: Literal["drop", "zero", "error"] = "error"
-    """What becomes of a response whose scoring raised an error: it ends the run, or as for a time-out."""
+    on_timeout: OnOutcome = "drop"
+    """A response whose scoring took too long leaves with that reason, scores 0, is scored again, or ends the run."""
+    on_error: OnOutcome = "drop"
+    """The same for one for which the function raised an error."""
+    on_unscored: OnOutcome = "drop"
+    """The same for one for which the function returned no score."""
+    retries: PositiveInt = 2
+    """How often a response is scored again with `retry`, before it leaves."""
     workers: PositiveInt = 1
     """Processes that score; one that hangs is killed and replaced."""
     options: dict[str, Any] = {}

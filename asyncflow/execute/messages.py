@@ -86,6 +86,20 @@ class Evaluated:
     """Held-out responses were scored; one reward for each row."""
 
     rewards: Float64s
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """How many of them came of which outcome of the scoring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """The reward function gave no score for some responses, at least not at once."""
+
+    detail: str = ""
+    """What the last of them met, with the traceback of the function; empty if all of them were scored."""
+    retried: int = 0
+    """How often a response was scored again."""
+    replaced: int = 0
+    """Processes of the function that were killed or have ended, and others began in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +162,7 @@ Event = (
     | Traced
     | Dropped
     | Evaluated
+    | Trouble
     | Stepped
     | Published
     | Applied

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from asyncflow.board import TRAINER, Board
 from asyncflow.execute.messages import Metric, Stepped, Worked
 from asyncflow.observe.metrics import Metrics
+from asyncflow.rewards.outcome import UNUSUAL
 
 
 @dataclass(slots=True)
@@ -24,7 +25,10 @@ class StepLog:
     def stepped(self, event: Stepped, board: Board) -> None:
         """Take the metrics of a step; those of a warm-up are complete."""
         if event.table == "train":
-            more = {**self._dropped(event, board), **self._weights(event, board)}
+            with board.changed:
+                reasons = Counter(board.reasons)
+            left, self._reasons_before = reasons - self._reasons_before, reasons
+            more = {**self._dropped(event, board, left), **self._weights(event, board), **_outcomes(event, left)}
             self._stepped = replace(event, metrics={**event.metrics, **more})
         else:
             self._log(event.table, event, board)
@@ -36,12 +40,11 @@ class StepLog:
             made, self._stepped = self._stepped, None
             self._log("step", made, board)
 
-    def _dropped(self, event: Stepped, board: Board) -> dict[str, Metric]:
+    def _dropped(self, event: Stepped, board: Board, left: Counter[str]) -> dict[str, Metric]:
         """What has left since the last step without being trained, why, and whether it was longer than the rest."""
         with board.changed:
-            reasons, lengths = Counter(board.reasons), Counter(board.dropped_lengths)
-        left, gone = reasons - self._reasons_before, lengths - self._lengths_before
-        self._reasons_before, self._lengths_before = reasons, lengths
+            lengths = Counter(board.dropped_lengths)
+        gone, self._lengths_before = lengths - self._lengths_before, lengths
         trained = event.rows
         tokens = round(trained * _number(event.metrics, "response_tokens_mean"))
         rows, dropped = gone.total(), sum(length * count for length, count in gone.items())
@@ -64,6 +67,12 @@ class StepLog:
         if kind != "step":  # told before the board counts it; a step of the trainer is logged after that
             step += 1
         self.metrics.log(kind, {"step": step, "version": event.version, **event.metrics})
+
+
+def _outcomes(event: Stepped, left: Mapping[str, int]) -> dict[str, int]:
+    """How scoring ended that gave no score: of the rows that were trained all the same, and of those that left."""
+    keys = [f"reward_{outcome}" for outcome in UNUSUAL]
+    return {key: int(_number(event.metrics, key)) + left.get(key, 0) for key in keys}
 
 
 def _number(metrics: Mapping[str, Metric], name: str) -> float:

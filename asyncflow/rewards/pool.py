@@ -21,15 +21,16 @@ from typing import Any
 
 from asyncflow.errors import RewardError, WaitTimeout
 from asyncflow.execute.spawn import pipe, spawn
+from asyncflow.rewards.outcome import Outcome, Status
 from asyncflow.rewards.signature import Sample
 from asyncflow.rewards.spec import RewardSpec
 from asyncflow.rewards.worker import (
     CHUNK,
     ERROR,
     NO_ROW,
-    NO_SCORE,
     OK,
     PENDING,
+    UNSCORED,
     Board,
     Done,
     Failed,
@@ -37,29 +38,15 @@ from asyncflow.rewards.worker import (
     Ready,
     Refused,
     Row,
-    Status,
     serve,
 )
 
 __all__ = ["Outcome", "RewardPool", "RewardSpec", "Sample"]
 
-_NAMES: dict[int, Status] = {OK: "ok", ERROR: "error", NO_SCORE: "no_score"}
+_NAMES: dict[int, Status] = {OK: "ok", ERROR: "error", UNSCORED: "unscored"}
 _IDLE_LIMIT = 30.0  # a worker that has rows and begins none for so long is stuck outside the user's function
 _GRACE = 2.0  # for an idle worker to end by itself when the pool is closed
 _STILLBORN = 3  # workers in a row that die or stick without beginning a row
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one row."""
-
-    status: Status
-    value: float | None = None
-    """The score; only with `ok`."""
-    detail: str = ""
-    """One line that says why there is no score."""
-    traceback: str = ""
-    """The whole traceback, if the function raised."""
 
 
 class RewardPool:
@@ -71,6 +58,8 @@ class RewardPool:
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.replaced = 0
+        """Workers that have ended or were killed since the start; others came in their place."""
 
     def start(self) -> None:
         """Start the workers and wait for them; ConfigError if the function cannot be found or does not fit."""
@@ -200,6 +189,7 @@ class _Round:
         self._queue.extendleft(reversed([row for row in rows if self._outcomes[row] is None]))
         worker.end()
         self._pool._workers.remove(worker)
+        self._pool.replaced += 1
         self._stillborn = 0 if begun else self._stillborn + 1
         if self._stillborn >= _STILLBORN:
             raise RewardError(f"{_STILLBORN} reward workers in a row ended before they began a row, {worker.cause()}")
@@ -213,7 +203,7 @@ class _Round:
             if failed is not None:
                 self._settle(row, Outcome("error", None, failed.detail, failed.report))
             else:
-                detail = "the reward function returned None" if status == NO_SCORE else ""
+                detail = "the reward function returned None" if status == UNSCORED else ""
                 self._settle(row, Outcome(_NAMES[status], board.value[place] if status == OK else None, detail))
         worker.rows = []
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, process
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from asyncflow.errors import ConfigError
 from asyncflow.rewards.signature import Sample, Scorer
@@ -23,8 +23,7 @@ from asyncflow.rewards.spec import RewardSpec
 CHUNK = 64
 """Most rows that a worker is given at a time."""
 
-Status: TypeAlias = Literal["ok", "timeout", "error", "no_score"]
-PENDING, OK, ERROR, NO_SCORE = range(4)
+PENDING, OK, ERROR, UNSCORED = range(4)
 NO_ROW = -1
 
 
@@ -118,7 +117,7 @@ def _score(
         detail = traceback.format_exception_only(error)[-1].strip()
         pipe.send(Failed(row, detail[:2000], traceback.format_exc()[-20000:]))
         return ERROR, 0.0
-    return (NO_SCORE, 0.0) if value is None else (OK, value)
+    return (UNSCORED, 0.0) if value is None else (OK, value)
 
 
 def _detach() -> None:

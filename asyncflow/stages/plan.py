@@ -34,11 +34,15 @@ RESPONSE_COLUMNS = {
     "versions": "list<int32>",
     "finish": "string",
 }
+REWARD_COLUMNS = {"reward": "float64", "reward_outcome": "string"}
 TRAINED_COLUMNS = {"trained_by": "int64", "staleness": "int32"}
 """What the trainer writes where it takes rows as they come: the version that they made, and how old they were."""
 _PHASE = Take(whole=True)
 _GROUPS = 64
 """Most groups that a stage takes at once where it takes what is ready: enough to make the price of a call small."""
+
+_GROUPS_PER_FIT = 4
+"""How much longer than the mean response the longest of a group may be, for the engine to be full all the time."""
 
 _ROWS_PER_RANK = 4
 """Rows that each rank of the trainer gets at least, if a step has as many: shares of fewer are less even."""
@@ -98,16 +102,20 @@ def _rollout(config: Pipeline, table: str) -> StageSpec:
         host="rollout",
         replicas=replicas,
         take=Take(groups=1) if flows else Take(rows=rows, whole=True),
-        lanes=-(-config.rollout.max_inflight // config.train.group_size) if flows else 1,
+        lanes=_lanes(config) if flows else 1,
     )
+
+
+def _lanes(config: Pipeline) -> int:
+    """Groups that an engine may have under way: more than fit, since of most of them only the longest still run."""
+    most = config.rollout.max_inflight
+    return min(most, _GROUPS_PER_FIT * -(-most // config.train.group_size))
 
 
 def _reward(config: Pipeline, table: str) -> StageSpec:
     reads = ("prompt_text", "response_text", "answer_text", "item")
     take = _ready(config) if table == "train" else _PHASE
-    return StageSpec(
-        "reward", reads, {"reward": "float64"}, build="asyncflow.stages.reward:Reward", table=table, take=take
-    )
+    return StageSpec("reward", reads, REWARD_COLUMNS, build="asyncflow.stages.reward:Reward", table=table, take=take)
 
 
 def _reference(config: Pipeline) -> StageSpec:
@@ -134,7 +142,8 @@ def _advantage(config: Pipeline) -> StageSpec:
 
 
 def _train(config: Pipeline) -> list[StageSpec]:
-    reads = ["prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs", "versions", "reward", "advantage"]
+    reads = ["prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs", "versions"]
+    reads += [*REWARD_COLUMNS, "advantage"]
     stages = [_source("train", PROMPT_COLUMNS), _rollout(config, "train"), _reward(config, "train")]
     if config.train.kl_coef > 0:
         stages.append(_reference(config))
@@ -142,7 +151,7 @@ def _train(config: Pipeline) -> list[StageSpec]:
     stages += [_own(stage, _ready(config, groups=True)) for stage in config.stages]
     stages += [_advantage(config), _trainer(config, tuple(reads))]
     if config.output.samples_every:
-        columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", "reward", "advantage")
+        columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", *REWARD_COLUMNS, "advantage")
         added, take = ((), Take(groups=config.prompts_per_step)) if config.phased else (TRAINED_COLUMNS, _ready(config))
         stages.append(StageSpec("samples", (*columns, *added), build="asyncflow.stages.samples:Samples", take=take))
     return stages
@@ -182,7 +191,7 @@ def _few(config: Pipeline) -> int:
 def _eval(config: Pipeline) -> list[StageSpec]:
     collect = StageSpec(
         "evaluate",
-        ("reward",),
+        tuple(REWARD_COLUMNS),
         build="asyncflow.stages.evaluate:Evaluate",
         table="eval",
         take=Take(partial=True, rows=1024),

@@ -16,6 +16,7 @@ from asyncflow.execute.messages import Applied, Apply, Command, Failed, GaveUp, 
 from asyncflow.seeds import mix
 from asyncflow.stage import Context, Drop, Part
 from asyncflow.stages.model import model_spec, stop_tokens
+from asyncflow.stages.room import Room
 from asyncflow.stages.switching import Switching
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
@@ -54,6 +55,7 @@ class Rollout:
             recompute=config.weights.kv == "recompute",
             timeout=config.executor.wait_timeout,
         )
+        self._room = Room(config.rollout.max_inflight, config.train.group_size, config.executor.wait_timeout)
         self._colocated = config.mode == "colocated"
         self._keys = itertools.count()
 
@@ -65,9 +67,11 @@ class Rollout:
         requests = self._requests(batch)
         if self._colocated:
             self._engine.wake()
+        self._room.submitted(len(requests))
         self._engine.submit(requests)
         place = {request.key: row for row, request in enumerate(requests)}
         for finished in self._engine.results(list(place)):
+            self._room.ended(len(finished))
             kept = [completion for completion in finished if completion.finish != "abort"]
             if kept:
                 yield self._part(kept, place)
@@ -76,6 +80,10 @@ class Rollout:
                 yield Drop(np.asarray(aborted, dtype=np.int64), "aborted")
         if self._colocated:
             self._engine.sleep()
+
+    def await_room(self) -> None:
+        """Have a lane wait until the engine has room for more than what all of them have brought."""
+        self._room.wait()
 
     def command(self, command: Command) -> None:
         """Take new weights, or end early; waits for neither."""
@@ -90,6 +98,7 @@ class Rollout:
         self._switching.join(self._context.config.executor.stop_timeout)
 
     def _end(self) -> None:
+        self._room.close()
         self._switching.close()
         self._subscriber.close()
         self._engine.close()

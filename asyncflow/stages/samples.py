@@ -18,6 +18,7 @@ COLUMNS = (
     "answer_text",
     "finish",
     "reward",
+    "reward_outcome",
     "advantage",
 )
 

@@ -4,14 +4,17 @@ A rank of several holds a share of each group; what concerns the step as a whole
 (`Arrived` for each batch, `Trained` for the step), so that each of them comes to the same conclusion.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 import numpy as np
 
 from asyncflow.algorithms.aggregate import Denominators, denominators
 from asyncflow.execute.messages import Metric
+from asyncflow.rewards.outcome import UNUSUAL
 from asyncflow.storage import Batch
 from asyncflow.types import Float64s, Int64s
 
@@ -30,24 +33,26 @@ class Arrived(msgspec.Struct):
 class Trained(msgspec.Struct):
     """What a rank says of its share of a step; the lists have one value for each row."""
 
-    groups: list[int]
-    rewards: list[float]
-    advantages: list[float]
-    prompts: list[int]
+    groups: list[int] = []
+    rewards: list[float] = []
+    outcomes: list[str] = []
+    """How scoring ended."""
+    advantages: list[float] = []
+    prompts: list[int] = []
     """Prompt tokens."""
-    responses: list[int]
+    responses: list[int] = []
     """Response tokens."""
-    ages: list[int]
+    ages: list[int] = []
     """Staleness."""
-    waited: list[int]
+    waited: list[int] = []
     """What of it came after the newest token."""
-    tokens: int
-    sequences: int
-    stale_lengths: list[int]
+    tokens: int = 0
+    sequences: int = 0
+    stale_lengths: list[int] = []
     """Response tokens of each row that was too old."""
-    stale_tokens: int
+    stale_tokens: int = 0
     """How many tokens left the loss."""
-    report: Mapping[str, float]
+    report: Mapping[str, float] = {}
 
     @property
     def denominators(self) -> Denominators:
@@ -65,7 +70,7 @@ class Share:
     rows: list[Int64s] = field(default_factory=list)
     """Row ids, in the order of `ages`."""
     _held: list[Batch] = field(default_factory=list)
-    _said: Trained = field(default_factory=lambda: Trained([], [], [], [], [], [], [], 0, 0, [], 0, {}))
+    _said: Trained = field(default_factory=Trained)
 
     def take(self, batch: Batch, ages: Int64s, waited: Int64s) -> None:
         """Hold rows that are to be trained, which are that old, and have waited for so many versions of it."""
@@ -75,6 +80,7 @@ class Share:
         self.ages.append(ages)
         said.groups += batch["group_id"].array.tolist()
         said.rewards += batch["reward"].array.tolist()
+        said.outcomes += batch["reward_outcome"].strings()
         said.advantages += batch["advantage"].array.tolist()
         said.prompts += batch["prompt_tokens"].lengths.tolist()
         said.responses += batch["response_tokens"].lengths.tolist()
@@ -127,6 +133,8 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, Metric]:
         "staleness_in_queue_mean": float(waited.mean()),
         "staleness_in_queue_max": float(waited.max(initial=0)),
     }
+    outcomes = Counter(chain.from_iterable(each.outcomes for each in said))
+    found |= {f"reward_{outcome}": float(outcomes[outcome]) for outcome in UNUSUAL}
     if stale:
         lengths = _all(each.stale_lengths for each in said)
         found["stale_rows"] = float(len(lengths))

@@ -40,6 +40,7 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
         (["run_ahead=1"], "run_ahead: has no effect in mode separated"),
         (["rollout.backend=emulated"], "train.backend: 'torch' cannot work with what emulated engines make up"),
         (["mode=async", "deterministic=true"], "deterministic: cannot hold in mode async"),
+        (["reward.retries=1"], "reward.retries: has no effect without `retry` for one of on_timeout, on_error, on_"),
         (["mode=async", "max_requeues=1"], "max_requeues: has no effect without `on_stale: requeue`"),
         (
             ["mode=async", "run_ahead=3"],

@@ -2,6 +2,7 @@ from asyncflow.board import Board
 from asyncflow.execute.messages import Applied, Dropped, GaveUp, Stepped, Worked
 from asyncflow.observe.metrics import Metrics
 from asyncflow.observe.steps import StepLog
+from asyncflow.rewards.outcome import UNUSUAL
 
 
 def test_a_step_says_how_far_engines_trail_the_weights_it_began_with_and_how_often_one_gave_up(tmp_path):
@@ -44,3 +45,20 @@ def test_a_step_says_what_was_dropped_since_the_last_one_and_why_and_how_long_it
     assert [step["dropped"] for step in steps] == [{"reward_timeout": 2}, {}, {"aborted": 1, "stale": 1}]
     assert [step["dropped_response_tokens_mean"] for step in steps] == [40.0, 0.0, 8.0]
     assert [step["generated_response_tokens_mean"] for step in steps] == [(60 + 80) / 8, 10.0, 68 / 7]
+
+
+def test_a_step_counts_the_outcomes_of_rows_that_left_since_the_last_and_of_those_that_were_trained_all_the_same(
+    tmp_path,
+):
+    board = Board(replicas=("trainer-0",), engines=("trainer-0",), group_size=2)
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    log = StepLog(metrics)
+    board.take("a", Dropped("train", "reward", "reward_timeout", (1, 1), (1, 2)))
+    board.take("a", Dropped("eval", "reward", "reward_timeout", (1,), (1,)))
+    for version in (1, 2):
+        log.stepped(Stepped("train", version, {"reward_error": 3.0}), board)
+        log.worked(Worked("train", "train", "trainer-0", 1, 0.1, 0.1, 0.1), board)
+        board.take("a", Dropped("train", "reward", "reward_error", (3,), (5,)))
+    steps = metrics.of("step")
+    metrics.close()
+    assert [[step[f"reward_{outcome}"] for outcome in UNUSUAL] for step in steps] == [[2, 3, 0], [0, 4, 0]]

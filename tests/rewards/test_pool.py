@@ -42,7 +42,7 @@ def statuses(outcomes):
 def test_outcomes_come_in_the_order_of_the_samples(pool, kinds):
     samples = [Sample(f"score {row}" if kind == "score" else kind) for row, kind in enumerate(kinds)]
     outcomes = pool.score(samples)
-    names = {"score": "ok", "fail": "error", "none": "no_score"}
+    names = {"score": "ok", "fail": "error", "none": "unscored"}
     assert statuses(outcomes) == [names[kind] for kind in kinds]
     assert [outcome.value for outcome in outcomes] == [
         float(row) if kind == "score" else None for row, kind in enumerate(kinds)
@@ -61,7 +61,7 @@ def test_outcomes_come_in_the_order_of_the_samples(pool, kinds):
         ("sysexit", "error", "SystemExit: 2"),
         ("fail", "error", "ValueError: no good"),
         ("nan", "error", "asyncflow.errors.RewardError: returned nan, which is not a finite number"),
-        ("none", "no_score", "the reward function returned None"),
+        ("none", "unscored", "the reward function returned None"),
         ("print", "ok", ""),
     ],
 )
@@ -92,6 +92,7 @@ def test_every_row_may_hang_or_crash():
             "timeout",
             "error",
         ]
+        assert pool.replaced == 4
     finally:
         pool.close()
 

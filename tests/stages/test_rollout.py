@@ -10,7 +10,7 @@ from asyncflow.backends.models import new_model
 from asyncflow.config.model import Data, Model, Pipeline, Reward, Rollout, Weights
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import QueueClosed
-from asyncflow.execute.messages import Applied, Apply, GaveUp, Stop
+from asyncflow.execute.messages import Applied, Apply, GaveUp, Stop, Traced
 from asyncflow.stage import Context
 from asyncflow.stages import rollout
 from asyncflow.stages.model import model_spec
@@ -36,7 +36,7 @@ def stage(request, tmp_path):
     first, second = (trainer.publish(version, state.items()) for version in (0, 1))
     told: SimpleQueue[object] = SimpleQueue()
     made = rollout.Rollout()
-    made.setup(Context(config, "rollout-0", tmp_path, told.put))
+    made.setup(Context(config, "rollout-0", tmp_path, lambda event: isinstance(event, Traced) or told.put(event)))
     made.command(Apply(0, first))
     assert told.get(timeout=30) == Applied(0)
     yield made, told, Apply(1, second)

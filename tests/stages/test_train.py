@@ -42,6 +42,7 @@ def rows(requeued):
     advantage = np.tile([1.0, -1.0], len(VERSIONS))
     return Batch({
         **columns, "group_id": groups, "reward": advantage, "advantage": advantage,
+        "reward_outcome": ["ok"] * count,
         "requeued": np.full(count, requeued, np.int32),
     })  # fmt: skip
 

@@ -13,7 +13,7 @@ RUN = {
     "deterministic": True,
     "warmup": {"steps": 2, "rows_per_step": 4},
     "train": {"steps": 5, "kl_coef": 0.1},
-    "reward": {"fn": "picky.py:picky", "on_error": "drop"},
+    "reward": {"fn": "picky.py:picky"},
     "eval": {"rows": 2, "every": 3},
     "output": {"samples_every": 0, "checkpoint_every": 2},
 }

@@ -63,7 +63,7 @@ def test_rows_without_a_score_leave_with_their_reason_and_others_fill_the_step(p
     summary = flow.start().wait(300)
     ledger = summary["ledger"]
     assert ledger["done"] == 2 * 4 * 2
-    assert set(ledger["dropped"]) == {"reward_timeout", "reward_no_score"}
+    assert set(ledger["dropped"]) == {"reward_timeout", "reward_unscored"}
     assert ledger["admitted"] == ledger["done"] + sum(ledger["dropped"].values())
     assert ledger["live"] == 0
     assert [step["rows"] for step in flow.metrics.of("step")] == [8, 8]
