@@ -126,7 +126,8 @@ def waited(versions: Column, mask: Column, training: Version) -> Int64s:
     trained = mask.values.astype(bool)
     owner = np.repeat(np.arange(len(versions)), versions.lengths)
     np.maximum.at(newest, owner[trained], versions.values[trained].astype(np.int64))
-    return np.where(newest < 0, 0, training - newest)
+    result: Int64s = np.where(newest < 0, 0, training - newest)
+    return result
 
 
 def check(rows: RowIds, ages: Int64s, bound: int) -> None:
