@@ -225,6 +225,7 @@ class Board:
                 self.away.discard(replica)
             case Finished():
                 self.finished.add(replica)
+                self.away.discard(replica)
             case Failed(report):
                 self.failed.add(replica)
                 self.away.discard(replica)
@@ -243,6 +244,7 @@ class Board:
                     self.ended.trained.extend(groups)
                     for group in groups:
                         self._rows.pop(group, None)
+                        self._losses.pop(group, None)
                     # A stage beside the trainer may drop a group that is being trained: then it was trained.
                     for group in set(groups) & set(self.ended.lost):
                         self.ended.lost.remove(group)
@@ -280,10 +282,10 @@ class Board:
 
     def _lose(self, group: int, rows: set[int], reason: str, lengths: Mapping[int, int] = MappingProxyType({})) -> None:
         """Note dropped rows of a group; those that are known to be are not counted again."""
-        known = self._losses.setdefault(group, set())
-        fresh = rows - known
+        fresh = rows - self._losses.get(group, set())
         if not fresh:
             return
+        known = self._losses.setdefault(group, set())
         known |= fresh
         self.dropped += len(fresh)
         self.reasons[reason or "untold"] += len(fresh)

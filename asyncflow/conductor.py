@@ -51,6 +51,7 @@ from asyncflow.observe.steps import StepLog
 from asyncflow.observe.trace import Trace
 from asyncflow.saving import Saving
 from asyncflow.seeds import mix
+from asyncflow.stage import KEPT
 from asyncflow.stages import reference
 from asyncflow.stages.plan import Plan
 from asyncflow.storage import Batch, Schema, TransferQueue
@@ -234,7 +235,7 @@ class Conductor:
         groups = self.board.under_way()
         table = self._tables["train"]
         living = table.find(groups).rows.tolist()
-        self._unsettled = table.ledger().dropped.get(REQUEUED, 0) != self.board.requeued
+        self._unsettled = table.ledger().dropped.get(REQUEUED, 0) > self.board.requeued
         if not self._unsettled:
             self.board.settle(groups, living)
 
@@ -246,7 +247,7 @@ class Conductor:
             table = self.queue.create_table(name, Schema(dict(found.columns)), max_rows=rows)
             for stage in found.stages:
                 if stage.build:
-                    lease = self.config.executor.wait_timeout
+                    lease = self.config.executor.wait_timeout * (KEPT if stage.gathers else 1)
                     reads = [column for column in stage.reads if column != "row"]  # the stage loop adds it
                     table.task(stage.name, reads, lease_seconds=lease, durable=stage.durable, **stage.sampling)
             self._tables[name] = table

@@ -99,6 +99,9 @@ class Saving:
                 self.send(name, Stop())
         if TRAINER in board.ready and TRAINER not in board.finished:
             self.save(self.folder / "checkpoint", final=True)
+            for name in board.replicas:
+                if name.startswith("trainer-") and name != TRAINER:
+                    self.send(name, Stop())  # else they wait for the one that has ended
             board.wait(
                 lambda: self._done(sinks, board.trained),
                 self.config.executor.wait_timeout,
@@ -112,9 +115,13 @@ class Saving:
         lives = TRAINER in board.ready - board.finished and not any(
             name.startswith("trainer-") for name in board.failed
         )
-        if not lives or not board.steps.total():
-            return
         try:
+            if not lives:
+                # One that is being written needs no more than the process that writes it.
+                self._wait_written(final=True, failing=True)
+                return
+            if not board.steps.total():
+                return
             self.save(self.folder / "checkpoint", final=True, failing=True)
         except AsyncflowError as error:
             log.warning("no checkpoint was saved: %s", error)

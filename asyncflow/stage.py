@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from asyncflow.config.model import Pipeline
 
 T = TypeVar("T")
+KEPT = 10
+"""Times of other leases for which a stage that keeps its batches has them: those ahead of a step lie for as long."""
 _AHEAD = 4
 """Batches that a stage which keeps them asks for at once: the next ones arrive while it works."""
 
@@ -266,7 +268,7 @@ class _Gathered:
         if now - self._renewed >= seconds / 4:
             self._renewed = now
             for lease in self.leases:
-                lease.extend(seconds)
+                lease.extend(KEPT * seconds)
 
 
 def _next(spec: StageSpec, table: Table, stream: Stream, timeout: float, gathered: _Gathered) -> Lease | None:

@@ -52,6 +52,8 @@ def once(seed: int, chosen: Sequence[str], folder: Path) -> dict[str, Any]:
         "ledger": summary["ledger"],
         "rows_per_s": summary["rows_per_s"],
         "seconds": round(time.monotonic() - started, 1),
+        "commit": report.circumstances()["commit"],
+        "overrides": list(chosen),
     }
 
 
@@ -61,7 +63,8 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{found['cores']} cores of {found['cpu']}, Python {found['python']}, commit {found['commit']}.\n"
+    commits = sorted({run["commit"] for runs in found["runs"].values() for run in runs.values()})
+    yield f"{found['cores']} cores of {found['cpu']}, Python {found['python']}, commit {', '.join(commits)}.\n"
     yield "| mode | seeds | after the warm-up | after GRPO | staleness, mean | oldest | rows/s |"
     yield "|---|---|---|---|---|---|---|"
     for case, runs in found["runs"].items():
@@ -118,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             runs.setdefault(case, {})[str(seed)] = made
             print(f"{case}, seed {seed}: accuracy {made['accuracy']}, {made['seconds']} s", flush=True)
             ordered = {name: dict(sorted(runs[name].items())) for name in CASES if name in runs}
-            path = report.write("learning", QUESTION, {"runs": ordered, "overrides": options.set}, options.output)
+            path = report.write("learning", QUESTION, {"runs": ordered}, options.output)
     found = json.loads(path.read_text())
     draw(found, options.output / "learning.png")
     if options.output == report.RESULTS:

@@ -12,6 +12,7 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -114,6 +115,8 @@ class LocalExecutor:
             self._ending.set()
         for own in self._processes.values():
             own.send(Stop())  # to those that have begun again after they were told
+        for replica in tuple(self._replicas.values()):
+            replica.obey(Stop())
         killed = []
         for name, own in self._processes.items():
             own.process.join(max(0.0, deadline - time.monotonic()))
@@ -137,7 +140,14 @@ class LocalExecutor:
             own.process.kill()
 
     def _watch(self, target: Callable[[Assignment], None], job: Assignment) -> None:
-        watcher = threading.Thread(target=target, args=(job,), name=f"watch:{job.name}", daemon=True)
+        def watch() -> None:
+            try:
+                target(job)
+            except Exception:  # noqa: BLE001  the border of this thread: nobody else would tell of the replica's end
+                report = f"nobody watches it any more\n{traceback.format_exc()}"
+                self._fell(job.name, Failed(report, final=True))
+
+        watcher = threading.Thread(target=watch, name=f"watch:{job.name}", daemon=True)
         self._watchers[job.name] = watcher
         watcher.start()
 

@@ -58,8 +58,9 @@ class StepLog:
     def _weights(self, event: Stepped, board: Board) -> dict[str, int]:
         """How far engines trail the weights that the step began with, and how often one gave up a version."""
         given_up, self._given_up_before = board.times_given_up - self._given_up_before, board.times_given_up
-        slowest = min(board.applied.get(name, -1) for name in board.engines)
-        # Engines may have the version that the step made before the step is heard of.
+        # One that is being started again has none, and gets the newest. Others may have the version that the step made
+        # before the step is heard of.
+        slowest = min((board.applied[name] for name in board.engines if name in board.applied), default=event.version)
         return {"publish_lag_max": max(0, event.version - 1 - slowest), "weights_given_up": given_up}
 
     def _log(self, kind: str, event: Stepped, board: Board) -> None:

@@ -2,11 +2,14 @@
 
 Times are whole microseconds since the file was opened, by CLOCK_MONOTONIC, which the processes of one host share.
 Lines are written a buffer at a time, and all of them at the end of a step, of a phase and of the run; a run that goes
-on adds a segment to the file. A line costs some microseconds, and is one for a batch, whatever its rows are.
+on adds a segment to the file. There is one line for a batch, whatever its rows are.
 """
 
+import logging
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, TypeAlias
@@ -16,6 +19,7 @@ import msgspec
 from asyncflow.execute.messages import Event, Traced, Worked
 from asyncflow.observe.metrics import Record
 
+log = logging.getLogger(__name__)
 TRACE = "trace.jsonl"
 _ENCODER = msgspec.json.Encoder()
 
@@ -119,7 +123,8 @@ class Trace:
         with self._lock:
             if self._file is not None:
                 self._leave()
-                self._file.close()
+            if self._file is not None:
+                self._attempt(self._file.close)
                 self._file = None
 
     def __enter__(self) -> Self:
@@ -160,11 +165,19 @@ class Trace:
 
     def _put(self, line: Line) -> None:
         if self._file is not None:
-            self._file.write(_ENCODER.encode(line) + b"\n")
+            self._attempt(partial(self._file.write, _ENCODER.encode(line) + b"\n"))
 
     def _flush(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            self._attempt(self._file.flush)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        """Write, or give the trace up: a full disk is no reason to end the run for it."""
+        try:
+            write()
+        except OSError as error:
+            log.warning("no more is traced: %s", error)
+            self._file = None
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -34,7 +34,7 @@ class Reference:
         engine = self._engine = self._engine or self._load()
         for rows in self._parts(batch):
             for micro_batch in engine.micro_batches(batch.take(rows), self._config.train.token_budget, (), rows):
-                logprobs = engine.logprobs(micro_batch).numpy()
+                logprobs = engine.logprobs(micro_batch).cpu().numpy()
                 for row, own in zip(micro_batch.rows.tolist(), logprobs, strict=True):
                     found[row] = own[: lengths[row]]
         return {"ref_logprobs": Column.of("list<float32>", found)}

@@ -28,7 +28,7 @@ class Room:
             self._coming.discard(lane)
             while not self._closed and not self._free():
                 before = self._ended
-                if not self._changed.wait(self._timeout) and self._ended == before:
+                if not self._changed.wait(self._timeout) and self._ended == before and self._under_way:
                     raise WaitTimeout(f"waited {self._timeout:g} s for one of {self._under_way} responses to end")
             if self._closed:
                 raise QueueClosed("the rollout stage was closed")

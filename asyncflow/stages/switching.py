@@ -49,6 +49,7 @@ class Switching:
         self._wanted = self._staged = self._applied = -1
         self._asked = 0.0
         """When the wanted version was first asked for."""
+        self._asks = 0
         self._under_way = 0
         self._shut = self._closed = False
         self._threads = [
@@ -61,6 +62,7 @@ class Switching:
     def ask(self, version: Version) -> None:
         """Have the engine use this version, or a newer one that is asked for before it is loaded; return at once."""
         with self._changed:
+            self._asks += 1
             if version > self._wanted:
                 self._wanted, self._asked = version, time.monotonic()
             self._changed.notify_all()
@@ -108,7 +110,7 @@ class Switching:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._wanted > self._staged)
             self._check_open()
-            version, asked = self._wanted, self._asked
+            version, asked, asks = self._wanted, self._asked, self._asks
         started = time.monotonic()
         there = self._bring(version)
         if there:
@@ -116,7 +118,7 @@ class Switching:
         with self._changed:
             if there:
                 self._staged = version
-            elif self._wanted == version:
+            elif (self._wanted, self._asks) == (version, asks):
                 self._wanted = self._staged  # the engine goes on with what it has, until this is asked for again
             self._changed.notify_all()
 
@@ -142,13 +144,14 @@ class Switching:
         if self._when != "boundary":
             yield
             return
-        with self._changed:
-            self._shut = True
-            try:
+        try:
+            with self._changed:
+                self._shut = True
                 self._changed.wait_for(lambda: self._closed or not self._under_way)
                 self._check_open()
-                yield
-            finally:
+            yield
+        finally:
+            with self._changed:
                 self._shut = False
                 self._changed.notify_all()
 

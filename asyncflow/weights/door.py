@@ -118,13 +118,25 @@ class Door:
                     log.warning("a receiver of weights could not connect: %s", error)
                     self._closed.wait(1.0)  # too many files are open, and that does not end at once
                 continue
-            wire = Wire(connection, time.monotonic() + _KNOCK)
-            with self._lock:
-                if self._closed.is_set() or len(self._wires) >= _CALLERS:
-                    wire.close()
-                    continue
-                self._wires.add(wire)
+            try:
+                self._meet(connection)
+            except (OSError, RuntimeError) as error:  # it is gone already, or no thread can be started
+                log.warning("a receiver of weights was not let in: %s", error)
+                connection.close()
+
+    def _meet(self, connection: socket.socket) -> None:
+        wire = Wire(connection, time.monotonic() + _KNOCK)
+        with self._lock:
+            if self._closed.is_set() or len(self._wires) >= _CALLERS:
+                wire.close()
+                return
+            self._wires.add(wire)
+        try:
             threading.Thread(target=self._let_in, args=(wire,), name="asyncflow-receiver", daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                self._wires.discard(wire)
+            raise
 
     def _let_in(self, wire: Wire) -> None:
         try:

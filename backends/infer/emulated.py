@@ -1,7 +1,7 @@
 """An inference engine that takes the time that a cost model says, and makes up the tokens.
 
 All running requests advance together, at a pace that follows from how many they are; between two events nothing is
-computed, so that hundreds of these engines run on one core. Versions, order and bounds are those of a real engine.
+computed. Versions, order and bounds are those of a real engine.
 """
 
 import heapq

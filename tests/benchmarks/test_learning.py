@@ -11,7 +11,7 @@ TINY = ["warmup=null", "train.steps=2", "train.prompts_per_step=2", "eval.rows=2
 def test_runs_are_added_to_what_was_measured_before(tmp_path):
     before = {"cores": 2, "cpu": "x", "python": "3", "commit": "c"}
     run = {"accuracy": {"after_warmup": 0.1, "after": 0.9}, "reward": [0.1, 0.2], "staleness_mean": 0.0,
-           "staleness_max": 0.0, "ledger": {}, "rows_per_s": 10.0, "seconds": 1.0}  # fmt: skip
+           "staleness_max": 0.0, "ledger": {}, "rows_per_s": 10.0, "seconds": 1.0, "commit": "c"}  # fmt: skip
     (tmp_path / "learning.json").write_text(json.dumps({**before, "runs": {"colocated": {"0": run, "1": run}}}))
     chosen = ["--seeds", "0", "--case", "async, 1", "--set", *TINY]
     found = json.loads(learning.main([*chosen, "--output", str(tmp_path)]).read_text())

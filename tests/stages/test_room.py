@@ -78,3 +78,15 @@ def test_a_wait_in_which_no_response_ends_has_a_bound():
     room.submitted(4)
     with pytest.raises(WaitTimeout, match=r"waited 0\.05 s for one of 4 responses to end"):
         room.wait()
+
+
+def test_where_nothing_runs_a_lane_waits_however_long_it_takes():
+    room = Room(8, 8, 0.05)
+    room.wait()  # promised to this one, which has no prompts yet
+    lanes = Lanes(room, 1)
+    threading.Event().wait(0.3)
+    assert lanes.came == []
+    room.close()
+    lanes.until(1)
+    assert lanes.came == ["closed"]
+    lanes.close()

@@ -203,3 +203,24 @@ def test_a_version_that_cannot_be_had_is_passed_over(make):
     told.wait(lambda: told.versions[-1] == 2)
     assert told.versions == [0, 2]
     assert told.failures == []
+
+
+def test_one_that_is_asked_for_again_while_it_fails_is_tried_again(make):
+    begun, go, tries = threading.Event(), threading.Event(), []
+
+    def load(version):
+        if version == 1:
+            tries.append(version)
+            begun.set()
+            assert go.wait(PATIENCE)
+            if len(tries) == 1:
+                return None
+        return weights(spec(seed=version))
+
+    made, _, told = make("interrupt", load=load)
+    made.ask(1)
+    assert begun.wait(PATIENCE)
+    made.ask(1)  # the flow has heard that it was given up, before the stage has noted it
+    go.set()
+    told.wait(lambda: told.versions[-1] == 1)
+    assert tries == [1, 1]
