@@ -16,6 +16,7 @@ IDENTITY = ("source", "prompt_id", "group_id", "rollout_id", "segment", "row")
 
 
 _UNBOUNDED = 2**40
+_ENDLESS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,19 @@ class StageSpec:
     """Batches stay leased until the stage says that it is done with all of them."""
     ranks: int = 1
     """Replicas among which the rows of each batch are shared out, balanced by tokens."""
+    drops: bool = True
+    """Whether rows may end here, at its wish or after too many failures; no training waits for a stage that may not."""
 
     @property
     def sampling(self) -> dict[str, Any]:
         """How its task is declared."""
+        attempts = {} if self.drops else {"max_attempts": _ENDLESS}
         if self.ranks == 1:
-            return {"sampler": self.take.sampler}
+            return {"sampler": self.take.sampler, **attempts}
         # One share for each rank: the engine cuts it, under its own budget, which counts padding.
         tokens = tuple(column for column in ("prompt_tokens", "response_tokens") if column in self.reads)
-        return {"sampler": "token_balanced", "tokens": tokens, "budget": _UNBOUNDED, "ordered": self.take.ordered}
+        shares = {"tokens": tokens, "budget": _UNBOUNDED, "ordered": self.take.ordered}
+        return {"sampler": "token_balanced", **shares, **attempts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,18 @@ def graph(stages: Sequence[StageSpec]) -> Graph:
     by_name = {stage.name: stage for stage in stages}
     columns = {column: dtype for stage in stages for column, dtype in stage.writes.items()}
     return Graph(tuple(by_name[name] for name in order), edges, columns)
+
+
+def awaited(stages: Sequence[StageSpec], name: str) -> frozenset[str]:
+    """Return the stages of one table that a row has been through before this one gets it."""
+    writers = {column: stage.name for stage in stages for column in stage.writes}
+    edges = _edges(stages, writers)
+    found: set[str] = set()
+    new = {name}
+    while new:
+        new = {writer for writer, reader, _ in edges if reader in new} - found
+        found |= new
+    return frozenset(found)
 
 
 def _duplicates(stages: Sequence[StageSpec]) -> list[str]:

@@ -50,7 +50,7 @@ class Part:
 
     positions: Int64s
     """Which rows of the batch, in the order of the columns."""
-    columns: Batch
+    columns: Batch | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Rows:
 
     rows: Int64s
     """Row ids, in the order of the columns."""
-    columns: Batch
+    columns: Batch | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +190,7 @@ def parts(answer: Answer, rows: int) -> Iterable[Piece]:
     if answer is None:
         return ()
     if isinstance(answer, Batch | Mapping):
-        columns = answer if isinstance(answer, Batch) else Batch(answer)
-        return (Part(np.arange(rows), columns),)
+        return (Part(np.arange(rows), answer),)
     return answer
 
 
@@ -386,6 +385,11 @@ class _Served:
         rows = self.lease.rows[positions]
         if not len(rows):
             return
+        if not self.spec.drops:
+            raise PipelineError(
+                f"stage {self.spec.name} drops row {rows[0]} ({reason}), which may be trained already: only a stage "
+                "that writes a column, and reads none of the trainer's, may drop rows"
+            )
         lengths = self.lengths(rows)
         self.lease.drop(rows, reason)
         groups = self.lease.batch["group_id"].array[positions]
@@ -409,12 +413,13 @@ class _Served:
             living = living[~found.has(list(self.spec.writes))]
         return np.isin(rows, living)
 
-    def matching(self, columns: Batch, rows: int) -> Batch:
+    def matching(self, given: Batch | Mapping[str, Any], rows: int) -> Batch:
         """Refuse columns that are not those declared, or that have another number of values than there are rows."""
-        declared, given = set(self.spec.writes), set(columns.names)
-        if declared != given:
+        columns = given if isinstance(given, Batch) else Batch(given)
+        declared, returned = set(self.spec.writes), set(columns.names)
+        if declared != returned:
             raise PipelineError(
-                f"stage {self.spec.name} declares that it writes {sorted(declared)} and returned {sorted(given)}"
+                f"stage {self.spec.name} declares that it writes {sorted(declared)} and returned {sorted(returned)}"
             )
         if len(columns) != rows:
             raise PipelineError(f"stage {self.spec.name} returned {len(columns)} values for {rows} rows")

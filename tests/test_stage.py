@@ -80,7 +80,7 @@ def test_options_reach_the_function(queue, tmp_path):
 def test_parts_in_any_order_are_joined_by_row(queue, tmp_path):
     def backwards(batch: Batch) -> Iterator[Part]:
         for position in reversed(range(len(batch))):
-            yield Part(np.array([position]), Batch({"y": batch["x"].array[[position]] * 10.0}))
+            yield Part(np.array([position]), {"y": batch["x"].array[[position]] * 10.0})
 
     written, _ = serve(queue, spec(), FunctionStage(backwards), tmp_path)
     assert written["y"].array.tolist() == [0, 10, 20, 30, 40, 50]
@@ -96,6 +96,15 @@ def test_dropped_rows_leave_with_their_reason(queue, tmp_path):
     assert table_rows["y"].array.tolist() == [1, 3, 5]
     assert queue.table("train").ledger().dropped == {"even": 3}
     assert sum(isinstance(event, Dropped) for event in events) == 3
+
+
+def test_a_stage_that_training_does_not_wait_for_drops_nothing(queue, tmp_path):
+    def all_of_them(batch: Batch) -> Iterator[Drop]:
+        yield Drop(np.arange(len(batch)), "unwanted")
+
+    with pytest.raises(PipelineError, match=r"stage double drops row 0 \(unwanted\), which may be trained already"):
+        serve(queue, spec(drops=False), FunctionStage(all_of_them), tmp_path)
+    assert queue.table("train").ledger().dropped == {}
 
 
 def odd_only_one(function):

@@ -6,15 +6,15 @@ each phase waits for the whole phase before it. In the others it takes what is r
 many at once, and the trainer group by group until a step is full.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from asyncflow.backends import names
 from asyncflow.config.importing import resolve
 from asyncflow.config.model import Pipeline
 from asyncflow.config.model import Stage as StageConfig
 from asyncflow.errors import ConfigError, PipelineError
-from asyncflow.pipeline import Graph, StageSpec, Take, graph
+from asyncflow.pipeline import Graph, StageSpec, Take, awaited, graph
 from asyncflow.storage.schema import Schema, dtype
 
 PROMPT_COLUMNS = {
@@ -148,13 +148,37 @@ def _train(config: Pipeline) -> list[StageSpec]:
     if config.train.kl_coef > 0:
         stages.append(_reference(config))
         reads.append("ref_logprobs")
-    stages += [_own(stage, _ready(config, groups=True)) for stage in config.stages]
-    stages += [_advantage(config), _trainer(config, tuple(reads))]
+    stages.append(_advantage(config))
+    stages += _with_own([_own(stage, _ready(config, groups=True)) for stage in config.stages], stages, config, reads)
     if config.output.samples_every:
         columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", *REWARD_COLUMNS, "advantage")
         added, take = ((), Take(groups=config.prompts_per_step)) if config.phased else (TRAINED_COLUMNS, _ready(config))
-        stages.append(StageSpec("samples", (*columns, *added), build="asyncflow.stages.samples:Samples", take=take))
+        stages.append(
+            StageSpec("samples", (*columns, *added), build="asyncflow.stages.samples:Samples", take=take, drops=False)
+        )
     return stages
+
+
+def _with_own(
+    own: Sequence[StageSpec], stages: Sequence[StageSpec], config: Pipeline, reads: Sequence[str]
+) -> list[StageSpec]:
+    """Return the user's stages and the trainer, which gets a row when all have had it that may drop it.
+
+    A row that is dropped is replaced; one that is trained must not be. So those that come after the trainer, or
+    write nothing that it could wait for, drop nothing.
+    """
+    trainer = _trainer(config, tuple(reads))
+    every = (*stages, *own, trainer)
+    before = awaited(every, trainer.name)
+    late = {stage.name for stage in own if not stage.writes or trainer.name in awaited(every, stage.name)}
+    # A stage writes all columns of a row at once, so that the smallest tells enough.
+    waits = [
+        min(stage.writes, key=lambda name: "<" in stage.writes[name])
+        for stage in own
+        if stage.name not in before | late
+    ]
+    trainer = replace(trainer, reads=(*trainer.reads, *waits))
+    return [*(replace(stage, drops=stage.name not in late) for stage in own), trainer]
 
 
 def _trainer(config: Pipeline, reads: tuple[str, ...]) -> StageSpec:

@@ -64,7 +64,9 @@ def test_an_engine_that_is_killed_between_tokens_costs_an_asynchronous_run_no_ro
 BROKEN = """
 from pathlib import Path
 
-from asyncflow.stage import stage
+import numpy as np
+
+from asyncflow.stage import Drop, Part, stage
 
 
 @stage(reads=["reward"], writes={"extra": "float64"})
@@ -74,6 +76,20 @@ def fails(batch):
             Path("broken").unlink()
         raise KeyError("broken " + "stage")
     return {"extra": batch["reward"].array}
+
+
+@stage(reads=["reward"], writes={})
+def sinks(batch):
+    if Path("broken").exists():
+        raise KeyError("broken " + "sink")
+
+
+@stage(reads=["reward", "group_id"], writes={"extra": "float64"})
+def picks(batch):
+    \"\"\"Drop whole groups, one of every three.\"\"\"
+    gone = batch["group_id"].array % 3 == 1
+    yield Drop(np.flatnonzero(gone), "unwanted")
+    yield Part(np.flatnonzero(~gone), {"extra": batch["reward"].array[~gone]})
 """
 
 
@@ -108,6 +124,27 @@ def test_a_stage_that_always_fails_ends_the_run_with_its_error_after_a_checkpoin
     assert multiprocessing.active_children() == []
     broken.unlink()
     assert Flow.resume(flow.folder).config.train.steps == 50
+
+
+@pytest.mark.parametrize("mode", ["separated", "streaming", "async"])
+def test_groups_that_a_stage_beside_the_trainer_drops_are_replaced_and_not_trained(pipeline, broken, mode):
+    stages = [{"fn": "broken.py:picks"}]
+    summary = Flow.from_yaml(pipeline(mode=mode, stages=stages, warmup=None, eval={"rows": 0})).start().wait(600)
+    assert summary["complete"]
+    assert summary["ledger"]["done"] == 48
+    assert set(summary["ledger"]["dropped"]) == {"unwanted"}
+    assert sum(len(rows) for rows in samples(summary.folder).values()) == 48
+
+
+def test_a_sink_that_always_fails_costs_no_row_and_ends_the_run_with_its_error(pipeline, broken):
+    changes = {"stages": [{"fn": "broken.py:sinks"}], "warmup": None, "eval": {"rows": 0}, "train": {"steps": 50}}
+    flow = Flow.from_yaml(pipeline(**changes)).start()
+    steps(flow, 1)
+    broken.write_text("always")
+    with pytest.raises(ReplicaFailed, match=r"(?s)sinks-0.*KeyError: 'broken sink'.*started again 3 times before"):
+        flow.wait(600)
+    assert flow.conductor.ledger.dropped == {}
+    assert progress(flow.folder / "checkpoint")["step"] >= 1
 
 
 ENGINES = """
@@ -213,6 +250,20 @@ def hangs(batch):
     while not Path("go").exists() and time.monotonic() < ends:
         time.sleep(0.05)
     return {"extra": batch["reward"].array}
+
+
+@stage(reads=["reward"], writes={})
+def sinks(batch):
+    if Path("broken").exists():
+        raise KeyError("broken " + "sink")
+
+
+@stage(reads=["reward", "group_id"], writes={"extra": "float64"})
+def picks(batch):
+    \"\"\"Drop whole groups, one of every three.\"\"\"
+    gone = batch["group_id"].array % 3 == 1
+    yield Drop(np.flatnonzero(gone), "unwanted")
+    yield Part(np.flatnonzero(~gone), {"extra": batch["reward"].array[~gone]})
 """
 
 

@@ -1,0 +1,46 @@
+"""What the trainer waits for: whatever may drop a row has had it before it is trained."""
+
+import pytest
+
+from asyncflow.config.model import Data, Model, Output, Pipeline, Reward, Train
+from asyncflow.config.model import Stage as StageConfig
+from asyncflow.pipeline import StageSpec
+from asyncflow.stages.plan import plan
+
+SHAPED = StageConfig(fn="own.py:shaped", reads=("reward",), writes={"shaped": "float64"})
+BESIDE = StageConfig(fn="own.py:beside", reads=("reward",), writes={"long": "list<int64>", "short": "int8"})
+AFTER_BESIDE = StageConfig(fn="own.py:after_beside", reads=("long",), writes={"end": "string"})
+SINK = StageConfig(fn="own.py:sink", reads=("reward",), writes={})
+LATE = StageConfig(fn="own.py:late", reads=("trained_by",), writes={"lag": "int64"})
+LATER = StageConfig(fn="own.py:later", reads=("lag",), writes={"more": "int64"})
+
+
+def stages(*own: StageConfig, mode: str = "streaming", **train: object) -> dict[str, StageSpec]:
+    config = Pipeline(
+        model=Model(path="."),
+        data=Data(source="python"),
+        reward=Reward(fn="exact_match"),
+        stages=own,
+        mode=mode,
+        train=Train(**train),
+        output=Output(samples_every=1),
+    )
+    return {stage.name: stage for stage in plan(config).tables["train"].stages}
+
+
+@pytest.mark.parametrize("mode", ["colocated", "separated", "streaming", "async"])
+def test_the_trainer_waits_for_stages_beside_it_by_one_column_each(mode):
+    plain = stages(mode=mode)["train"].reads
+    found = stages(BESIDE, AFTER_BESIDE, SINK, mode=mode)
+    assert found["train"].reads == (*plain, "short", "end")
+    assert {name for name, stage in found.items() if not stage.drops} == {"sink", "samples"}
+
+
+def test_what_it_waits_for_anyway_is_not_fetched_again():
+    assert stages(SHAPED, reward="shaped")["train"].reads == stages()["train"].reads
+
+
+def test_nothing_waits_for_a_stage_that_comes_after_the_trainer_and_it_drops_nothing():
+    found = stages(LATE, LATER)
+    assert found["train"].reads == stages()["train"].reads
+    assert {name for name, stage in found.items() if not stage.drops} == {"late", "later", "samples"}
