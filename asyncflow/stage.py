@@ -345,8 +345,7 @@ class _Served:
 
     def finish(self, step: Version | None) -> None:
         """Acknowledge the whole batch, once, and all that was gathered before it."""
-        for lease in (*self.gathered.leases, self.lease):
-            lease.done(step=step)
+        self.lease.done(step=step, others=self.gathered.leases)
         self.gathered.leases.clear()
         self.finished, self.step = True, step
 

@@ -110,11 +110,11 @@ class Batch:
 
     def pick(self, pick: Pick) -> "Batch":
         """Return the rows of a pick, which is not checked."""
-        return Batch({name: column.take(pick) for name, column in self._columns.items()}, len(pick.indices))
+        return Batch.alike({name: column.take(pick) for name, column in self._columns.items()}, len(pick.indices))
 
     def copy(self) -> "Batch":
         """Return the batch with memory of its own."""
-        return Batch({name: column.copy() for name, column in self._columns.items()}, self._rows)
+        return Batch.alike({name: column.copy() for name, column in self._columns.items()}, self._rows)
 
     def equals(self, other: "Batch") -> bool:
         """Whether columns, order, dtypes and every bit are the same."""
@@ -134,7 +134,7 @@ class Batch:
             if batch.dtypes != first.dtypes:
                 raise SchemaError(f"only batches of the same columns can be joined: {first.dtypes}, {batch.dtypes}")
         columns = {name: Column.concat([batch[name] for batch in batches]) for name in first.names}
-        return Batch(columns, sum(map(len, batches)))
+        return Batch.alike(columns, sum(map(len, batches)))
 
     def to_arrow(self) -> "pa.RecordBatch":
         """Return a pyarrow RecordBatch on the same buffers (see `asyncflow.storage.arrow`)."""

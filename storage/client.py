@@ -490,9 +490,14 @@ class Lease:
     def __repr__(self) -> str:
         return f"Lease({self.id}, {len(self.rows)} rows, attempt {self.attempt})"
 
-    def done(self, step: int | None = None) -> None:
-        """Acknowledge the rows (LeaseLost if it is too late); a durable task names the step that used them."""
-        _call(self._link, wire.Done(self._table, self.id, step), wire.Ok)
+    def done(self, step: int | None = None, *, others: "Sequence[Lease]" = ()) -> None:
+        """Acknowledge the rows (LeaseLost if it is too late); a durable task names the step that used them.
+
+        Those of `others` are acknowledged before, without a wait for each; LeaseLost if it is too late for any.
+        """
+        asked = [lease._link.send(wire.Done(lease._table, lease.id, step)) for lease in (*others, self)]
+        for pending in asked:
+            _expected(pending.result(TIMEOUT)[0], wire.Ok)
 
     def release(self, failed: bool = False) -> None:
         """Give the rows back; the attempt counts only if they `failed`."""

@@ -55,7 +55,7 @@ class Rollout:
             recompute=config.weights.kv == "recompute",
             timeout=config.executor.wait_timeout,
         )
-        self._room = Room(config.rollout.max_inflight, config.train.group_size, config.executor.wait_timeout)
+        self._room = Room(lambda: self._engine.capacity, config.train.group_size, config.executor.wait_timeout)
         self._colocated = config.mode == "colocated"
         self._keys = itertools.count()
 

@@ -107,7 +107,8 @@ class Train:
         self._share.groups |= found
         left = np.flatnonzero(~gone)
         check(batch["row"].array[left], verdict.ages[left], config.staleness)
-        rows = batch.with_columns({"response_mask": verdict.mask}).take(left)
+        rows = batch if not verdict.stale.size else batch.with_columns({"response_mask": verdict.mask})
+        rows = rows.take(left) if gone.any() else rows
         ages = waited(rows["versions"], rows["response_mask"], version)
         self._share.take(rows, verdict.ages[left], ages)
         return self._drops(batch, gone, requeue=policy == "requeue"), max(each.tokens for each in said)

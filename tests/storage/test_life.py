@@ -69,6 +69,19 @@ def test_a_reset_makes_the_same_rows_come_again(table):
     assert (again.rows.tolist(), again.attempt) == (rows.tolist(), 1)
 
 
+def test_leases_are_acknowledged_together_and_a_lost_one_among_them_is_told(table):
+    table.task("train", reads=("tokens",), durable=True)
+    put(table, 6)
+    stream = table.stream("train", rows=2)
+    first, second, third = stream.next(), stream.next(), stream.next()
+    second.done(step=1, others=[first])
+    assert table.status().tasks["train"].done == 4
+    table.commit("train", 1)
+    assert (table.ledger().done, table.ledger().live) == (4, 2)
+    with pytest.raises(LeaseLost):
+        third.done(step=2, others=[first])
+
+
 def test_rows_wait_for_a_task_that_was_reset(table):
     for name, durable in (("judge", False), ("train", True), ("other", False)):
         table.task(name, reads=("tokens",), durable=durable)
