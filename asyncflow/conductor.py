@@ -39,6 +39,7 @@ from asyncflow.execute.messages import (
     Published,
     Ready,
     Saved,
+    Staged,
     Stepped,
     Stop,
     Traced,
@@ -126,7 +127,8 @@ class Conductor:
         self.queue = TransferQueue.open("embedded://")
         self.executor = LocalExecutor(self.queue, self.report, self.fell)
         self._saving = Saving(self.config, self.board, self.plan.tables["train"], self.executor.send, self.folder)
-        self._delivery = Delivery(self.board.engines, TRAINER, self.executor.send)
+        patience = self.config.weights.timeout / max(1, len(self.board.engines))
+        self._delivery = Delivery(self.board.engines, TRAINER, self.executor.send, patience)
 
     @property
     def phase(self) -> str:
@@ -195,6 +197,8 @@ class Conductor:
             self._delivery.published(event.version, event.offer)
             if not self.board.stopping and not self._held_back:
                 self._delivery.use(event.version)
+        elif isinstance(event, Staged):
+            self._delivery.staged(replica, event.version)
         elif isinstance(event, Applied | GaveUp):
             if isinstance(event, GaveUp):
                 log.warning("%s goes on without version %d: %s", replica, event.version, event.reason)
@@ -211,6 +215,7 @@ class Conductor:
 
     def fell(self, replica: str, failed: Failed) -> int:
         """Hear how a replica has failed; how often in a row, if it is to begin again, else 0 and the run ends."""
+        self._delivery.left(replica)
         before = self.restarts.counts[replica]
         again = self._begun and not failed.final and not self.board.stopping and self.phase != "ending"
         failures = self.restarts.fail(replica) if again else 0
@@ -408,6 +413,7 @@ class Conductor:
 
     def _close(self) -> None:
         self.phase = "ending"
+        self._delivery.close()
         try:
             for name in self.board.replicas:
                 self.executor.send(name, Stop())

@@ -9,14 +9,19 @@ import threading
 from collections.abc import Callable, Sequence
 
 from asyncflow.execute.messages import Apply, Command, Retire
+from asyncflow.turns import Turns
 from asyncflow.types import Version
 
 
 class Delivery:
     """Sends `Apply` to engines and `Retire` to the trainer; safe from many threads."""
 
-    def __init__(self, engines: Sequence[str], trainer: str, send: Callable[[str, Command], None]) -> None:
+    def __init__(
+        self, engines: Sequence[str], trainer: str, send: Callable[[str, Command], None], patience: float = 60.0
+    ) -> None:
+        """Where engines take turns, each has one for `patience` seconds at most."""
         self._engines, self._trainer, self._send = engines, trainer, send
+        self._turns = Turns(send, patience)
         self._lock = threading.Lock()
         self._offers: dict[Version, bytes] = {}
         self._wanted: Version = -1
@@ -41,8 +46,21 @@ class Delivery:
             self._offers = {other: offer for other, offer in self._offers.items() if other >= self._wanted}
             self._tell_all()
 
+    def staged(self, engine: str, version: Version) -> None:
+        """Hear that an engine has a version, and waits for its turn to apply it."""
+        self._turns.ask(engine, version)
+
+    def left(self, engine: str) -> None:
+        """Hear that an engine is gone, for now at least."""
+        self._turns.over(engine)
+
+    def close(self) -> None:
+        """Let no engine take its turn any more; idempotent."""
+        self._turns.close()
+
     def joined(self, engine: str) -> None:
         """Hear of an engine that has just begun, and has no weights of the trainer."""
+        self._turns.over(engine)
         with self._lock:
             self._asked.discard(engine)
             self._uses.pop(engine, None)
@@ -51,6 +69,7 @@ class Delivery:
 
     def answered(self, engine: str, version: Version, *, applied: bool) -> None:
         """Hear that an engine uses a version, or has given it up until it is told of another."""
+        self._turns.over(engine)
         with self._lock:
             self._asked.discard(engine)
             self._settled[engine] = version

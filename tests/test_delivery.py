@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.delivery import Delivery
-from asyncflow.execute.messages import Apply, Retire
+from asyncflow.execute.messages import Apply, Retire, Switch
 
 ENGINES = ("a", "b")
 
@@ -85,6 +85,20 @@ def test_what_is_held_back_is_told_when_it_is_used():
     assert sent.asked == {"b": Apply(1, b"1")}
     own.use(2)
     assert sent.asked["a"] == Apply(2, b"2")
+
+
+def test_one_that_is_gone_keeps_nobody_waiting_for_its_turn():
+    told = []
+    own = Delivery(ENGINES, "trainer-0", lambda engine, command: told.append((engine, command)))
+    for engine in ENGINES:
+        own.staged(engine, 1)
+    assert told == [("a", Switch(1))]
+    own.left("a")
+    assert told == [("a", Switch(1)), ("b", Switch(1))]
+    own.staged("a", 1)
+    own.answered("b", 1, applied=True)
+    assert told[-1] == ("a", Switch(1))
+    own.close()
 
 
 STEPS = st.lists(st.tuples(st.sampled_from(["publish", "applied", "gave up", "joined"]), st.sampled_from(ENGINES)))

@@ -366,6 +366,11 @@ class Pipeline(Section):
         return self.mode in ("colocated", "separated")
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether engines apply new weights one after another; not where all of them are waited for."""
+        return self.mode == "async" and self.on_stale != "wait" and self.rollout.replicas > 1
+
+    @property
     def prompts_per_step(self) -> int:
         """Prompts in one optimizer step."""
         if self.train.prompts_per_step is not None:

@@ -125,6 +125,13 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Staged:
+    """An inference engine has this version beside the one in use, and applies it when it is its turn."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class Applied:
     """An inference engine generates with this version from its next token on."""
 
@@ -165,6 +172,7 @@ Event = (
     | Trouble
     | Stepped
     | Published
+    | Staged
     | Applied
     | GaveUp
     | Copied
@@ -184,6 +192,13 @@ class Apply:
     version: Version
     offer: bytes
     """Where it is, as it was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """It is this engine's turn to apply the version that it has staged."""
+
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,4 +226,4 @@ class Stop:
     """End soon: give up work that is not finished."""
 
 
-Command = Publish | Apply | Retire | Save | Stop
+Command = Publish | Apply | Switch | Retire | Save | Stop

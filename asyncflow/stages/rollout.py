@@ -12,7 +12,7 @@ import numpy as np
 from asyncflow.backends import infer_engine
 from asyncflow.backends.base import Completion, InferEngine, Request, Sampling
 from asyncflow.data.tokenizer import tokenizer
-from asyncflow.execute.messages import Applied, Apply, Command, Failed, GaveUp, Stop
+from asyncflow.execute.messages import Applied, Apply, Command, Failed, GaveUp, Staged, Stop, Switch
 from asyncflow.seeds import mix
 from asyncflow.stage import Context, Drop, Part
 from asyncflow.stages.model import model_spec, stop_tokens
@@ -54,6 +54,7 @@ class Rollout:
             when=config.weights.apply,
             recompute=config.weights.kv == "recompute",
             timeout=config.executor.wait_timeout,
+            turn=(lambda version: context.emit(Staged(version))) if config.takes_turns else None,
         )
         self._room = Room(lambda: self._engine.capacity, config.train.group_size, config.executor.wait_timeout)
         self._colocated = config.mode == "colocated"
@@ -90,6 +91,8 @@ class Rollout:
         if isinstance(command, Apply):
             self._subscriber.hear(command.version, command.offer)
             self._switching.ask(command.version)
+        elif isinstance(command, Switch):
+            self._switching.go(command.version)
         elif isinstance(command, Stop):
             self._end()
 

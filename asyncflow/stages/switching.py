@@ -5,8 +5,9 @@
 - `boundary`: when no batch of the stage is under way; until then none begins. A batch is under way from when its rows
   are here until all of them are answered: a lane that waits for rows holds nobody up, one that has new rows waits.
 
-Nothing waits here for anything but responses that run, and these end by themselves. Whoever asks for a version does
-not wait at all. A version that is staged while an older one waits for its moment takes its place.
+Where engines take turns, the moment comes only when it is this one's. Else nothing waits here for anything but
+responses that run, and these end by themselves. Whoever asks for a version does not wait at all. A version that is
+staged while an older one waits for its moment takes its place.
 """
 
 import threading
@@ -36,19 +37,20 @@ class Switching:
         when: Literal["interrupt", "drain", "boundary"] = "interrupt",
         recompute: bool = False,
         timeout: float = 3600.0,
+        turn: Callable[[Version], None] | None = None,
     ) -> None:
         """Take versions for an engine.
 
         `stage` brings a version to it, or returns False if it could not be had; `told` hears of each version that is
         in use, `failed` why the engine refused one, `traced` how long each of this took. A batch waits `timeout`
-        seconds at most.
+        seconds at most. `turn`, if engines take turns, hears of each version that is staged; then `go` is called.
         """
         self._engine, self._bring, self._told, self._failed, self._traced = engine, stage, told, failed, traced
-        self._when, self._recompute, self._timeout = when, recompute, timeout
+        self._when, self._recompute, self._timeout, self._turn = when, recompute, timeout, turn
         self._changed = threading.Condition()
-        self._wanted = self._staged = self._applied = -1
-        self._asked = 0.0
-        """When the wanted version was first asked for."""
+        self._wanted = self._staged = self._allowed = self._applied = -1
+        self._asked = self._ready = 0.0
+        """When the wanted version was first asked for, and when the staged one was there."""
         self._asks = 0
         self._under_way = 0
         self._shut = self._closed = False
@@ -65,6 +67,12 @@ class Switching:
             self._asks += 1
             if version > self._wanted:
                 self._wanted, self._asked = version, time.monotonic()
+            self._changed.notify_all()
+
+    def go(self, version: Version) -> None:
+        """Let the engine apply this version, since it is its turn; return at once."""
+        with self._changed:
+            self._allowed = max(self._allowed, version)
             self._changed.notify_all()
 
     @contextmanager
@@ -117,17 +125,19 @@ class Switching:
             self._trace("stage", version, started, waited_ms=1000 * (started - asked))
         with self._changed:
             if there:
-                self._staged = version
+                self._staged, self._ready = version, time.monotonic()
+                self._allowed = version if self._turn is None else self._allowed
             elif (self._wanted, self._asks) == (version, asks):
                 self._wanted = self._staged  # the engine goes on with what it has, until this is asked for again
             self._changed.notify_all()
+        if there and self._turn is not None:
+            self._turn(version)
 
     def _apply(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._staged > self._applied)
+            self._changed.wait_for(lambda: self._closed or self._applied < self._staged <= self._allowed)
             self._check_open()
-            version = self._staged
-        ready = time.monotonic()
+            version, ready = self._staged, self._ready
         with self._moment():
             started = time.monotonic()
             self._applied = self._engine.apply_weights(version, drain=self._when == "drain", recompute=self._recompute)

@@ -1,8 +1,13 @@
 """Whole runs that take new weights at each of the moments, and what their responses are made of."""
 
+from itertools import pairwise
+
 import pytest
 
 from asyncflow import Flow
+from asyncflow.config.load import load
+from asyncflow.observe.timeline import read
+from benchmarks import engine
 from tests.system.test_modes import check_bound, check_ledger, trained
 from tests.system.test_run import timeless
 
@@ -41,3 +46,20 @@ def test_a_run_may_have_the_keys_of_interrupted_responses_recomputed(pipeline):
     folder = Flow.from_yaml(path).start().wait(300).folder
     check_ledger(folder, steps=4)
     assert all(step["staleness_max"] <= 1 for step in timeless(folder) if step["kind"] == "step")
+
+
+def test_replicas_of_an_asynchronous_run_drain_one_after_another_and_never_at_once(tmp_path):
+    chosen = engine.settings(tmp_path, "async", rollout=0.5, train=0.5, steps=6)
+    chosen["rollout"] |= {"replicas": 2, "max_inflight": 16}
+    chosen["weights"] = {"apply": "drain"}
+    summary = Flow(load([], base=chosen).pipeline, dataset=engine.dataset()).start().wait(300)
+    assert summary["complete"]
+    (segment,) = read(summary.folder)
+    drains = sorted(
+        (span.started, span.ended, span.replica)
+        for span in segment.spans
+        if span.name == "apply" and span.facts["version"] > 0
+    )
+    assert {replica for _, _, replica in drains} == {"rollout-0", "rollout-1"}
+    assert len(drains) >= 4
+    assert all(ended <= begun for (_, ended, _), (begun, _, _) in pairwise(drains))
