@@ -245,7 +245,7 @@ class Board:
                     for group in groups:
                         self._rows.pop(group, None)
                         self._losses.pop(group, None)
-                    # A stage beside the trainer may drop a group that is being trained: then it was trained.
+                    # Rows whose lease is lost too often leave, though they may be written, and trained: then they were.
                     for group in set(groups) & set(self.ended.lost):
                         self.ended.lost.remove(group)
                         self.lost -= 1

@@ -52,7 +52,7 @@ from asyncflow.observe.steps import StepLog
 from asyncflow.observe.trace import Trace
 from asyncflow.saving import Saving
 from asyncflow.seeds import mix
-from asyncflow.stage import KEPT
+from asyncflow.serve import KEPT
 from asyncflow.stages import reference
 from asyncflow.stages.plan import Plan
 from asyncflow.storage import Batch, Schema, TransferQueue

@@ -17,6 +17,7 @@ IDENTITY = ("source", "prompt_id", "group_id", "rollout_id", "segment", "row")
 
 _UNBOUNDED = 2**40
 _ENDLESS = 2**31 - 1
+"""Attempts of a task that may not drop rows: its replica's failures end the run first."""
 
 
 @dataclass(frozen=True, slots=True)

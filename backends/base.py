@@ -96,6 +96,9 @@ class Capacity:
     """Submitted and not begun."""
     limit: int
     """Most that run at a time."""
+    begins: bool = True
+    """Whether what waits begins as soon as it fits; False while the engine drains, is paused or asleep, or takes
+    nothing until all that runs has ended."""
 
 
 class InferEngine(Protocol):

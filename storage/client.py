@@ -493,11 +493,13 @@ class Lease:
     def done(self, step: int | None = None, *, others: "Sequence[Lease]" = ()) -> None:
         """Acknowledge the rows (LeaseLost if it is too late); a durable task names the step that used them.
 
-        Those of `others` are acknowledged before, without a wait for each; LeaseLost if it is too late for any.
+        Those of `others` are acknowledged with them, without a wait for each. LeaseLost if it is too late for any;
+        the rest is acknowledged all the same.
         """
         asked = [lease._link.send(wire.Done(lease._table, lease.id, step)) for lease in (*others, self)]
+        deadline = time.monotonic() + TIMEOUT
         for pending in asked:
-            _expected(pending.result(TIMEOUT)[0], wire.Ok)
+            _expected(pending.result(max(0.0, deadline - time.monotonic()))[0], wire.Ok)
 
     def release(self, failed: bool = False) -> None:
         """Give the rows back; the attempt counts only if they `failed`."""

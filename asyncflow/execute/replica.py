@@ -25,7 +25,8 @@ from asyncflow.errors import StorageError, WaitTimeout
 from asyncflow.execute.messages import Applied, Apply, Command, Event, Failed, Finished, Ready, Stop
 from asyncflow.execute.restarts import CAREFUL, final, restartable
 from asyncflow.pipeline import StageSpec
-from asyncflow.stage import Context, FunctionStage, Resources, Stage, run
+from asyncflow.serve import run
+from asyncflow.stage import Context, FunctionStage, Resources, Stage
 from asyncflow.storage import TransferQueue
 from asyncflow.storage.client import Lease, Stream
 

@@ -35,8 +35,9 @@ RESPONSE_COLUMNS = {
     "finish": "string",
 }
 REWARD_COLUMNS = {"reward": "float64", "reward_outcome": "string"}
-TRAINED_COLUMNS = {"trained_by": "int64", "staleness": "int32"}
-"""What the trainer writes where it takes rows as they come: the version that they made, and how old they were."""
+TRAINED_COLUMNS = {"trained_by": "int64", "staleness": "int32", "trained_mask": "list<uint8>"}
+"""What the trainer writes where it takes rows as they come: the version that they made, how old they were, and which
+response tokens were in the loss."""
 _PHASE = Take(whole=True)
 _GROUPS = 64
 """Most groups that a stage takes at once where it takes what is ready: enough to make the price of a call small."""
@@ -171,11 +172,11 @@ def _with_own(
     every = (*stages, *own, trainer)
     before = awaited(every, trainer.name)
     late = {stage.name for stage in own if not stage.writes or trainer.name in awaited(every, stage.name)}
+    beside = [stage for stage in own if stage.name not in before | late]
+    earlier = set().union(*(awaited(every, stage.name) for stage in beside))
     # A stage writes all columns of a row at once, so that the smallest tells enough.
     waits = [
-        min(stage.writes, key=lambda name: "<" in stage.writes[name])
-        for stage in own
-        if stage.name not in before | late
+        min(stage.writes, key=lambda name: "<" in stage.writes[name]) for stage in beside if stage.name not in earlier
     ]
     trainer = replace(trainer, reads=(*trainer.reads, *waits))
     return [*(replace(stage, drops=stage.name not in late) for stage in own), trainer]

@@ -20,8 +20,8 @@ LOOK = 0.25
 """Seconds between two looks at the engine, which it may have to interrupt its work for."""
 CROWDED = 1.0
 """Seconds in which many wait in the engine at every look: what was just submitted waits for a token or two."""
-_MANY = 4
-"""Part of its limit that may wait in an engine, beside a group: engines begin several requests together."""
+_MANY = 0.25
+"""Share of its limit that may wait in an engine, beside a group: engines begin several requests together."""
 
 
 class Room:
@@ -46,6 +46,8 @@ class Room:
         self._looked = clock()
         self._crowded: float | None = None
         """Since when many have waited in the engine at every look."""
+        self._ran = 0
+        """The most that have run meanwhile."""
 
     @property
     def limit(self) -> int:
@@ -104,12 +106,14 @@ class Room:
         return self._capacity()
 
     def _adapt(self, seen: Capacity) -> None:
-        if seen.waiting <= self._most // _MANY + self._rows:
-            self._crowded = None
-        elif self._crowded is None:
+        if not seen.begins or seen.waiting <= self._most * _MANY + self._rows:
+            self._crowded, self._ran = None, 0
+            return
+        self._ran = max(self._ran, seen.running)
+        if self._crowded is None:
             self._crowded = self._looked
         elif self._looked - self._crowded >= CROWDED:
-            limit = max(min(self._limit, seen.running), 1)
+            limit = max(min(self._limit, self._ran), 1)
             if limit < self._limit:
                 log.info("the engine runs %d requests at a time: %d wait in it", limit, seen.waiting)
             self._limit = limit

@@ -22,7 +22,7 @@ COLUMNS = (
     "advantage",
 )
 
-AGES = ("trained_by", "staleness", "versions")
+AGES = ("trained_by", "staleness", "trained_mask", "versions")
 _KEPT = 8
 """Steps whose rows are kept for those that still come: they become readable all at once, and are taken by their ids."""
 

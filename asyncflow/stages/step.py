@@ -16,6 +16,7 @@ from asyncflow.algorithms.aggregate import Denominators, denominators
 from asyncflow.execute.messages import Metric
 from asyncflow.rewards.outcome import UNUSUAL
 from asyncflow.storage import Batch
+from asyncflow.storage.batch import Column
 from asyncflow.types import Float64s, Int64s
 
 
@@ -69,6 +70,8 @@ class Share:
     ages: list[Int64s] = field(default_factory=list)
     rows: list[Int64s] = field(default_factory=list)
     """Row ids, in the order of `ages`."""
+    masks: list[Column] = field(default_factory=list)
+    """Which response tokens of these rows are in the loss."""
     _held: list[Batch] = field(default_factory=list)
     _said: Trained = field(default_factory=Trained)
 
@@ -78,6 +81,7 @@ class Share:
         self._held.append(batch)
         self.rows.append(batch["row"].array)
         self.ages.append(ages)
+        self.masks.append(batch["response_mask"].copy())  # not a view, which would keep all of the batch
         said.groups += batch["group_id"].array.tolist()
         said.rewards += batch["reward"].array.tolist()
         said.outcomes += batch["reward_outcome"].strings()

@@ -47,6 +47,7 @@ from asyncflow.stages.step import Arrived, Share, Trained, describe
 from asyncflow.stages.trainer import Trainer, done
 from asyncflow.staleness import check, gate, waited
 from asyncflow.storage import Batch
+from asyncflow.storage.batch import Column
 from asyncflow.types import Version
 
 _RECENT = 64
@@ -141,9 +142,9 @@ class Train:
         trainer.publish()
         version = trainer.engine.version
         if not config.phased:
-            rows, ages = np.concatenate(share.rows), np.concatenate(share.ages)
-            columns = Batch({"trained_by": np.full(len(rows), version, np.int64), "staleness": ages.astype(np.int32)})
-            yield Rows(rows, columns)
+            rows, ages = np.concatenate(share.rows), np.concatenate(share.ages).astype(np.int32)
+            made_by, mask = np.full(len(rows), version, np.int64), Column.concat(share.masks)
+            yield Rows(rows, {"trained_by": made_by, "staleness": ages, "trained_mask": mask})
         groups = tuple(sorted(share.groups))
         self._trained.append(groups)
         yield Done(version)

@@ -66,7 +66,8 @@ class EmulatedEngine:
     def capacity(self) -> Capacity:
         """How many requests run and wait now."""
         with self._now():
-            return Capacity(len(self._running), len(self._waiting), self._max_inflight)
+            begins = not (self._draining or self._paused or self._asleep)
+            return Capacity(len(self._running), len(self._waiting), self._max_inflight, begins)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none; DataError names the key of one that cannot be answered."""

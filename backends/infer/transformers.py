@@ -68,7 +68,9 @@ class TransformersEngine:
     def capacity(self) -> Capacity:
         """How many requests run and wait, between two tokens."""
         with self._between():
-            return Capacity(len(self._running), len(self._waiting), self._max_inflight)
+            running = len(self._running)
+            begins = not (self._draining or self._paused or self._asleep) and (not running or self._running.joins)
+            return Capacity(running, len(self._waiting), self._max_inflight, begins)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none; DataError names the key of one that cannot be answered."""

@@ -15,13 +15,14 @@ LATE = StageConfig(fn="own.py:late", reads=("trained_by",), writes={"lag": "int6
 LATER = StageConfig(fn="own.py:later", reads=("lag",), writes={"more": "int64"})
 
 
-def stages(*own: StageConfig, mode: str = "streaming", **train: object) -> dict[str, StageSpec]:
+def stages(*own: StageConfig, mode: str = "streaming", on_stale: str = "mask", **train: object) -> dict[str, StageSpec]:
     config = Pipeline(
         model=Model(path="."),
         data=Data(source="python"),
         reward=Reward(fn="exact_match"),
         stages=own,
         mode=mode,
+        on_stale=on_stale,
         train=Train(**train),
         output=Output(samples_every=1),
     )
@@ -31,13 +32,19 @@ def stages(*own: StageConfig, mode: str = "streaming", **train: object) -> dict[
 @pytest.mark.parametrize("mode", ["colocated", "separated", "streaming", "async"])
 def test_the_trainer_waits_for_stages_beside_it_by_one_column_each(mode):
     plain = stages(mode=mode)["train"].reads
-    found = stages(BESIDE, AFTER_BESIDE, SINK, mode=mode)
-    assert found["train"].reads == (*plain, "short", "end")
+    found = stages(BESIDE, SINK, mode=mode)
+    assert found["train"].reads == (*plain, "short")
     assert {name for name, stage in found.items() if not stage.drops} == {"sink", "samples"}
 
 
 def test_what_it_waits_for_anyway_is_not_fetched_again():
+    assert stages(BESIDE, AFTER_BESIDE)["train"].reads == (*stages()["train"].reads, "end")
     assert stages(SHAPED, reward="shaped")["train"].reads == stages()["train"].reads
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "drop", "requeue", "wait"])
+def test_groups_are_trained_in_the_order_of_their_admission_where_none_may_be_too_old(on_stale):
+    assert stages(mode="async", on_stale=on_stale)["train"].take.ordered == (on_stale == "wait")
 
 
 def test_nothing_waits_for_a_stage_that_comes_after_the_trainer_and_it_drops_nothing():

@@ -102,12 +102,12 @@ class Engine:
     """An engine that may be sent 64 requests and has memory for fewer; its clock goes on with each response."""
 
     def __init__(self, fits):
-        self.fits, self.under_way, self.now = fits, 0, 0.0
+        self.fits, self.under_way, self.now, self.begins = fits, 0, 0.0, True
 
     @property
     def capacity(self):
         running = min(self.under_way, self.fits)
-        return Capacity(running, self.under_way - running, 64)
+        return Capacity(running, self.under_way - running, 64, self.begins)
 
     def serve(self, room, responses, between=LOOK):
         """Let responses end one by one, while a lane brings groups of 4 whenever there is room; most under way."""
@@ -144,6 +144,17 @@ def test_an_engine_in_which_few_wait_or_for_a_short_time_gets_all_that_it_may_ru
     engine.fits = 64
     engine.serve(room, 10)
     assert room.limit == 64
+
+
+def test_an_engine_that_begins_nothing_since_it_drains_gets_all_that_it_may_run_afterwards():
+    engine = Engine(fits=64)
+    room = Room(lambda: engine.capacity, 4, 30, clock=lambda: engine.now)
+    engine.serve(room, 10)
+    engine.begins = False
+    for running in range(60, 0, -1):
+        engine.fits = running
+        engine.serve(room, 1)
+        assert room.limit == 64
 
 
 def test_an_engine_is_asked_at_most_a_few_times_a_second_and_never_where_batches_are_fixed():

@@ -6,7 +6,8 @@ import numpy as np
 
 from asyncflow.config.model import Data, Model, Pipeline, Reward
 from asyncflow.pipeline import StageSpec, Take
-from asyncflow.stage import Context, FunctionStage, run
+from asyncflow.serve import run
+from asyncflow.stage import Context, FunctionStage
 from asyncflow.storage import Batch, Schema, TransferQueue
 
 CONFIG = Pipeline(model=Model(path="."), data=Data(source="python"), reward=Reward(fn="exact_match"))

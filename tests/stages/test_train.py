@@ -6,7 +6,8 @@ import pytest
 from asyncflow.config.model import Data, Model, Pipeline, Reward, Train
 from asyncflow.errors import StalenessExceeded
 from asyncflow.execute.messages import Dropped, Stepped
-from asyncflow.stage import Context, run
+from asyncflow.serve import run
+from asyncflow.stage import Context
 from asyncflow.stages import plan, train
 from asyncflow.storage import Batch, Schema, TransferQueue
 from asyncflow.storage.batch import Column
@@ -65,7 +66,7 @@ def serve(tmp_path, requeued=0, **options):
         stage.close()
         found = table.find()
         done = found.rows[found.has(["trained_by"])]
-        return events, table.read(done, ["group_id", "trained_by", "staleness"]), table.ledger()
+        return events, table.read(done, ["group_id", "trained_by", "staleness", "trained_mask"]), table.ledger()
 
 
 def steps(events):
@@ -87,6 +88,7 @@ def test_mask_keeps_the_row_without_its_stale_tokens(tmp_path):
     assert made[1]["stale_rows"] == 0
     assert left["trained_by"].array.tolist() == [1] * 4 + [2] * 4 + [3] * 4
     assert left["staleness"].array.tolist() == [0] * 4 + [1] * 4 + [0] * 4
+    assert [one.tolist() for one in left["trained_mask"]] == [[0, 0]] * 4 + [[1, 1]] * 4 + [[0, 1]] * 2 + [[1, 1]] * 2
 
 
 @pytest.mark.parametrize(

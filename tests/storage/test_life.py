@@ -80,6 +80,7 @@ def test_leases_are_acknowledged_together_and_a_lost_one_among_them_is_told(tabl
     assert (table.ledger().done, table.ledger().live) == (4, 2)
     with pytest.raises(LeaseLost):
         third.done(step=2, others=[first])
+    assert table.status().tasks["train"].done == 6
 
 
 def test_rows_wait_for_a_task_that_was_reset(table):

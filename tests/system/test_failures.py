@@ -250,20 +250,6 @@ def hangs(batch):
     while not Path("go").exists() and time.monotonic() < ends:
         time.sleep(0.05)
     return {"extra": batch["reward"].array}
-
-
-@stage(reads=["reward"], writes={})
-def sinks(batch):
-    if Path("broken").exists():
-        raise KeyError("broken " + "sink")
-
-
-@stage(reads=["reward", "group_id"], writes={"extra": "float64"})
-def picks(batch):
-    \"\"\"Drop whole groups, one of every three.\"\"\"
-    gone = batch["group_id"].array % 3 == 1
-    yield Drop(np.flatnonzero(gone), "unwanted")
-    yield Part(np.flatnonzero(~gone), {"extra": batch["reward"].array[~gone]})
 """
 
 

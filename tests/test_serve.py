@@ -12,7 +12,8 @@ from asyncflow.config.model import Data, Model, Pipeline, Reward
 from asyncflow.errors import CellConflict, PipelineError, WaitTimeout
 from asyncflow.execute.messages import Dropped, Worked
 from asyncflow.pipeline import StageSpec, Take
-from asyncflow.stage import Context, Done, Drop, FunctionStage, Part, Rows, run, stage
+from asyncflow.serve import run
+from asyncflow.stage import Context, Done, Drop, FunctionStage, Part, Rows, stage
 from asyncflow.storage import Batch, Schema, TransferQueue
 
 CONFIG = Pipeline(model=Model(path="."), data=Data(source="python"), reward=Reward(fn="exact_match"))
