@@ -74,6 +74,8 @@ def load_engine(folder: Path, engine: TrainEngine) -> None:
         state = torch.load(folder / "engine.pt", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no engine.pt") from None
+    except Exception as error:  # torch names no one kind for a file that it cannot read
+        raise CheckpointError(f"{folder / 'engine.pt'} is damaged: {error}; go on from another checkpoint") from error
     engine.load_state(state)
 
 

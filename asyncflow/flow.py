@@ -7,6 +7,7 @@ Everything that can be refused is refused when the flow is made, before a proces
 """
 
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from asyncflow.observe.trace import TRACE, Trace
 from asyncflow.stages import Plan, plan
 
 Dataset = Sequence[Mapping[str, Any]]
+
+log = logging.getLogger(__name__)
 
 
 class Flow:
@@ -191,11 +194,21 @@ class Flow:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint of a run that has the highest version; CheckpointError if there is none."""
-    found = checkpoints(folder)
-    if not found:
-        raise CheckpointError(f"{folder} holds no checkpoint")
-    return max(found, key=lambda path: int(checkpoint.progress(path)["version"]))
+    """Return the checkpoint of a run that has the highest version; CheckpointError if there is none.
+
+    One that is damaged is left aside, with a warning, if there is another.
+    """
+    versions: dict[Path, int] = {}
+    damaged: CheckpointError | None = None
+    for path in checkpoints(folder):
+        try:
+            versions[path] = int(checkpoint.progress(path)["version"])
+        except CheckpointError as error:
+            log.warning("%s; it is left aside", error)
+            damaged = error
+    if not versions:
+        raise damaged or CheckpointError(f"{folder} holds no checkpoint")
+    return max(versions, key=lambda path: versions[path])
 
 
 def checkpoints(folder: Path) -> list[Path]:

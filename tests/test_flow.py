@@ -13,6 +13,18 @@ def checkpoint(folder, version: int, **more: object) -> None:
     (folder / "progress.json").write_text(json.dumps({"format": 1, "version": version, "step": version, **more}))
 
 
+def test_one_that_is_damaged_is_left_aside_if_there_is_another(tmp_path, caplog):
+    for step, text in ((5, '{"format": 1, "version": 5}'), (6, '{"format": 1, "ver')):
+        path = tmp_path / "checkpoints" / f"step-{step:06d}"
+        path.mkdir(parents=True)
+        (path / "progress.json").write_text(text)
+    assert newest_checkpoint(tmp_path).name == "step-000005"
+    assert "step-000006/progress.json is damaged" in caplog.text
+    (tmp_path / "checkpoints" / "step-000005" / "progress.json").unlink()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        newest_checkpoint(tmp_path)
+
+
 def test_the_newest_checkpoint_counts_and_unfinished_ones_do_not(tmp_path):
     checkpoint(tmp_path / "checkpoint", 4)
     checkpoint(tmp_path / "checkpoints" / "step-000007", 7)

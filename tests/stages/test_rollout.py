@@ -6,12 +6,13 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from asyncflow.backends.infer.transformers import TransformersEngine
 from asyncflow.backends.models import new_model
 from asyncflow.config.model import Data, Model, Pipeline, Reward, Rollout, Weights
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import QueueClosed
 from asyncflow.execute.messages import Applied, Apply, GaveUp, Stop, Traced
-from asyncflow.stage import Context
+from asyncflow.stage import Context, Drop, Part
 from asyncflow.stages import rollout
 from asyncflow.stages.model import model_spec
 from asyncflow.storage import Batch
@@ -80,6 +81,92 @@ def test_new_weights_are_asked_for_without_a_wait_and_told_of_when_they_are_used
     assert told.get(timeout=30) == Applied(1)
     assert made._engine.version == 1
     assert sorted(np.concatenate([part.positions for part in came]).tolist()) == [0, 1, 2, 3]
+
+
+def until(condition):
+    for _ in range(3000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come to pass")
+
+
+def test_responses_that_were_aborted_leave_and_are_not_trained(stage):
+    made, _, _ = stage
+    made._engine.pause()
+    thread, came = answering(made)
+    until(lambda: made._engine.capacity.waiting == 4)
+    made._engine.abort([1])
+    made._engine.resume()
+    thread.join(30)
+    (drop,) = [one for one in came if isinstance(one, Drop)]
+    assert (drop.positions.tolist(), drop.reason) == ([1], "aborted")
+    parts = [one for one in came if isinstance(one, Part)]
+    assert sorted(np.concatenate([part.positions for part in parts]).tolist()) == [0, 2, 3]
+
+
+def test_a_lane_waits_while_the_engine_is_full_and_until_the_end(stage):
+    made, _, _ = stage
+    assert made._engine.capacity.limit == 8
+    made._engine.pause()
+    threads = [answering(made)[0] for _ in range(2)]
+    until(lambda: made._engine.capacity.waiting == 8)
+    through = []
+
+    def lane():
+        try:
+            made.await_room()
+            through.append("through")
+        except QueueClosed:
+            through.append("closed")
+
+    first = threading.Thread(target=lane, daemon=True)
+    first.start()
+    first.join(0.2)
+    assert through == []
+    made._engine.resume()
+    for thread in (first, *threads):
+        thread.join(30)
+    assert through == ["through"]
+    made._engine.pause()
+    threads = [answering(made)[0] for _ in range(2)]
+    until(lambda: made._engine.capacity.waiting == 8)
+    second = threading.Thread(target=lane, daemon=True)
+    second.start()
+    made.command(Stop())
+    for thread in (second, *threads):
+        thread.join(30)
+    assert through == ["through", "closed"]
+
+
+@pytest.mark.parametrize("mode", ["colocated", "separated"])
+def test_the_engine_sleeps_between_phases_where_devices_are_shared(tmp_path, monkeypatch, mode):
+    shape = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
+    config = Pipeline(
+        model=Model(config=shape, tokenizer="characters"),
+        data=Data(source="python"),
+        reward=Reward(fn="exact_match"),
+        rollout=Rollout(max_response_tokens=4),
+        mode=mode,
+    )
+    called = []
+    for name in ("wake", "submit", "sleep"):
+        real = getattr(TransformersEngine, name)
+        monkeypatch.setattr(
+            TransformersEngine, name, lambda *given, real=real, name=name: (called.append(name), real(*given))[1]
+        )
+    trainer = sender(config, tmp_path)
+    state = new_model(model_spec(config, tokenizer(config.model), None)).state_dict()
+    told: SimpleQueue[object] = SimpleQueue()
+    made = rollout.Rollout()
+    made.setup(Context(config, "rollout-0", tmp_path, lambda event: isinstance(event, Traced) or told.put(event)))
+    made.command(Apply(0, trainer.publish(0, state.items())))
+    assert told.get(timeout=30) == Applied(0)
+    for _ in range(2):
+        assert len(list(made.process(batch()))) > 0
+    made.close()
+    trainer.close()
+    assert called == (["wake", "submit", "sleep"] * 2 if mode == "colocated" else ["submit"] * 2)
 
 
 def test_it_ends_at_once_whatever_is_under_way(stage):

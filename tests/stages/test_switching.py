@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import ExitStack
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -57,6 +58,7 @@ def make():
             ends.callback(engine.close)
             ends.callback(made.close)
             made.ask(0)
+            made.go(0)
             told.wait(lambda: told.versions == [0])
             return made, engine, told
 
@@ -89,6 +91,20 @@ def test_an_idle_engine_takes_weights_at_once(make, when):
         assert [one.facts["version"] for one in spans] == [0, 1]
         assert spans[0].started + spans[0].seconds <= spans[1].started
         assert all(one.facts["waited_ms"] >= 0 and one.lane == f"weights: {what}" for one in spans)
+
+
+def test_where_engines_take_turns_weights_that_are_there_wait_for_theirs(make):
+    asked = SimpleQueue()
+    made, engine, told = make("interrupt", turn=asked.put)
+    assert asked.get(timeout=PATIENCE) == 0
+    made.ask(1)
+    assert asked.get(timeout=PATIENCE) == 1
+    with made.batch():  # nothing else holds it up
+        assert answer(engine, requests(prompts(2)))
+    assert engine.version == 0
+    made.go(1)
+    told.wait(lambda: told.versions == [0, 1])
+    assert engine.version == 1
 
 
 def test_interrupted_a_response_has_tokens_of_both(make):

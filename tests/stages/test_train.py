@@ -1,11 +1,14 @@
 """The trainer's gate: what becomes of rows that are too old, by each policy, on a real engine and a real queue."""
 
+import threading
+from queue import SimpleQueue
+
 import numpy as np
 import pytest
 
 from asyncflow.config.model import Data, Model, Pipeline, Reward, Train
-from asyncflow.errors import StalenessExceeded
-from asyncflow.execute.messages import Dropped, Stepped
+from asyncflow.errors import StalenessExceeded, WeightsError
+from asyncflow.execute.messages import Copied, Dropped, Failed, Save, Saved, Stepped
 from asyncflow.serve import run
 from asyncflow.stage import Context
 from asyncflow.stages import plan, train
@@ -27,14 +30,14 @@ def pipeline(budget=64, **options):
     )
 
 
-def rows(requeued):
+def rows(requeued, masked=True):
     groups = np.repeat(list(VERSIONS), 2)
     count = len(groups)
     ragged = {
         "prompt_tokens": np.full(2 * count, 5),
         "response_tokens": np.full(2 * count, 7),
         # The first step has nothing to train on: made up log-probabilities are no fault of the engine.
-        "response_mask": np.repeat(groups > 1, 2).astype(np.uint8),
+        "response_mask": np.repeat((groups > 1) | (not masked), 2).astype(np.uint8),
         "rollout_logprobs": np.full(2 * count, -3.0, np.float32),
         "versions": np.array([VERSIONS[group] for group in groups], np.int32).reshape(-1),
     }
@@ -48,7 +51,7 @@ def rows(requeued):
     })  # fmt: skip
 
 
-def serve(tmp_path, requeued=0, **options):
+def serve(tmp_path, requeued=0, masked=True, **options):
     """Run the trainer over all groups; return the events and what the table then holds."""
     config = pipeline(**options)
     graph = plan(config).tables["train"]
@@ -56,7 +59,7 @@ def serve(tmp_path, requeued=0, **options):
     with TransferQueue.open() as queue:
         table = queue.create_table("train", Schema(dict(graph.columns)))
         table.task("train", spec.reads, sampler=spec.take.sampler, durable=True)
-        table.put(rows(requeued))
+        table.put(rows(requeued, masked))
         table.seal()
         events = []
         context = Context(config, "trainer-0", tmp_path, events.append)
@@ -112,6 +115,51 @@ def test_where_none_may_be_stale_one_that_is_ends_the_run(tmp_path):
 def test_outside_of_async_a_stale_row_is_a_fault_and_never_masked(tmp_path, mode):
     with pytest.raises(StalenessExceeded, match="max_staleness is 0"):
         serve(tmp_path, mode=mode)
+
+
+def test_an_engine_whose_log_probabilities_are_not_those_of_the_trainer_ends_the_run_at_the_first_step(tmp_path):
+    with pytest.raises(WeightsError, match="they are not the same model"):
+        serve(tmp_path, masked=False)
+
+
+def checkpointing(tmp_path, monkeypatch, write):
+    """A trainer that is told to write a checkpoint, by this function; and what it says."""
+    told: SimpleQueue[object] = SimpleQueue()
+    monkeypatch.setattr(train.checkpoint, "snapshot", lambda engine, names, progress: write)
+    stage = train.Train()
+    stage.setup(Context(pipeline(budget=8), "trainer-0", tmp_path, told.put))
+    stage.command(Save(str(tmp_path / "checkpoint"), {}))
+    return stage, told
+
+
+def heard(told, kind):
+    """Return the next event of a kind."""
+    while not isinstance(event := told.get(timeout=30), kind):
+        pass
+    return event
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    go = threading.Event()
+    stage, told = checkpointing(tmp_path, monkeypatch, lambda folder: go.wait(30))
+    heard(told, Copied)
+    group = rows(0).take([4, 5]).with_columns({"row": np.array([4, 5])})
+    assert list(stage.process(group)) == []
+    assert stage.trainer.report["tokens"] == 4
+    go.set()
+    assert heard(told, Saved) == Saved(str(tmp_path / "checkpoint"), 0)
+    stage.close()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_with_its_folder(tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    stage, told = checkpointing(tmp_path, monkeypatch, full)
+    report = heard(told, Failed).report
+    assert f"saving {tmp_path / 'checkpoint'}" in report
+    assert "No space left" in report
+    stage.close()
 
 
 def test_the_budget_changes_when_rows_enter_the_gradient_and_not_the_step(tmp_path):

@@ -71,13 +71,18 @@ def test_a_streaming_run_trains_on_what_the_newest_weights_made(pipeline):
 @pytest.mark.parametrize(
     ("bound", "policy", "more"), [(2, "wait", []), (1, "mask", ["rollout.replicas=2"]), (0, "wait", ["run_ahead=1"])]
 )
-def test_an_asynchronous_run_keeps_its_bound_and_makes_use_of_it(pipeline, bound, policy, more):
+def test_an_asynchronous_run_keeps_its_bound_and_makes_use_of_it(pipeline, caplog, bound, policy, more):
     path = pipeline(mode="async", max_staleness=bound, on_stale=policy, train={"steps": 6}, rollout={"max_inflight": 8})
     folder = Flow.from_yaml(path, *more).start().wait(300).folder
     check_ledger(folder, steps=6)
+    assert ("the loss has no correction for what is more than a version old" in caplog.text) == (bound > 1)
     rows = trained(folder)
     if policy == "wait":
         check_bound(rows, bound)
+        assert all(
+            {row["group_id"] // GROUPS for row in rows if row["trained_by"] == WARMUP + step} == {step - 1}
+            for step in range(1, 7)
+        )
     assert (max(row["staleness"] for row in rows) > 0) == (bound > 0)
     steps = [record for record in timeless(folder) if record["kind"] == "step"]
     assert [step["version"] for step in steps] == list(range(3, 9))
@@ -97,6 +102,8 @@ LONG = {"mode": "async", "max_staleness": 1, "on_stale": "wait", "train": {"step
 def test_an_asynchronous_run_that_is_stopped_goes_on_where_it_was(pipeline):
     flow = Flow.from_yaml(pipeline(**LONG)).start()
     until(lambda: len(flow.metrics.of("step")) >= 3 or flow.phase == "ended")
+    # Rows retire with their step: 5 steps' worth were admitted at the third at least, and those of two are gone.
+    assert flow.conductor._tables["train"].ledger().live <= 4 * ROWS
     flow.stop()
     assert not flow.wait(300)["complete"]
     assert Flow.resume(flow.folder).start().wait(300)["complete"]
@@ -127,10 +134,10 @@ import time
 from asyncflow.stage import stage
 
 
-@stage(reads=["reward"], writes={"extra": "float64"})
+@stage(reads=["trained_by"], writes={"extra": "int64"})
 def make(batch):
     time.sleep(0.5)
-    return {"extra": batch["reward"].array}
+    return {"extra": batch["trained_by"].array}
 
 
 @stage(reads=["extra"], writes={})
