@@ -1,12 +1,15 @@
 from typing import get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncflow.config.check import BUILT_IN_REWARDS, check
 from asyncflow.config.load import load
 from asyncflow.config.model import OnStale, Pipeline
 from asyncflow.errors import ConfigError
 from asyncflow.rewards.scorers import BUILT_IN
+from asyncflow.stages.plan import plan
 from asyncflow.types import StalePolicy
 
 NEW = "model={config: {model_type: llama}, tokenizer: characters}"
@@ -167,3 +170,35 @@ def test_problems_keep_the_place_of_the_file(folder):
         ConfigError, match=r"^f.yaml:1:15: model.path: modle does not exist in .* - did you mean 'model'\?"
     ):
         load("f.yaml")
+
+
+CHOICES = {
+    "mode": ["colocated", "separated", "streaming", "async"],
+    "on_stale": [None, "mask", "drop", "requeue", "wait"],
+    "max_staleness": [None, 0, 1, 4],
+    "max_requeues": [None, 0, 2],
+    "run_ahead": [None, 1, 3],
+    "deterministic": [None, True],
+    "weights.apply": [None, "interrupt", "drain", "boundary"],
+    "weights.kv": [None, "keep", "recompute"],
+    "weights.channel": [None, "inproc", "shm", "tcp", "file", "collective"],
+    "weights.delta": [None, True],
+    "rollout.max_inflight": [None, 1, 64],
+    "rollout.replicas": [None, 2],
+    "train.data_parallel": [None, 2],
+}
+
+
+@given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}))
+@settings(max_examples=300, deadline=None)
+def test_every_combination_is_planned_or_refused_with_a_field_of_it_to_change(chosen):
+    overrides = [f"{name}={str(value).lower()}" for name, value in chosen.items() if value is not None]
+    base, mistakes = {"data": {"source": "python"}, "reward": {"fn": "exact_match"}}, ""
+    try:
+        tables = plan(load([], [NEW, *overrides], base).pipeline).tables
+    except ConfigError as error:
+        mistakes = str(error)
+    if mistakes:
+        assert any(value is not None and name in mistakes for name, value in chosen.items()), mistakes
+    else:
+        assert [stage.name for stage in tables["train"].stages if stage.durable] == ["train"]
