@@ -61,8 +61,9 @@ def progress(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not of format {FORMAT}, which this version reads")
-    if not isinstance(record.get("version"), int):
-        raise CheckpointError(f"{path} is damaged: it names no version")
+    for name in ("version", "step"):
+        if not isinstance(record.get(name), int):
+            raise CheckpointError(f"{path} is damaged: it names no {name}")
     return record
 
 

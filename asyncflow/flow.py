@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +24,7 @@ from asyncflow.data.prompts import Prompts, prompts
 from asyncflow.data.sources import items
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import CheckpointError, ConfigError, WaitTimeout
+from asyncflow.lock import Lock
 from asyncflow.observe.metrics import Metrics, Record
 from asyncflow.observe.summary import Summary, summarise
 from asyncflow.observe.trace import TRACE, Trace
@@ -67,6 +69,8 @@ class Flow:
     def resume(cls, folder: str | Path, *, dataset: Dataset | None = None) -> Self:
         """Go on from the newest checkpoint of a run's folder, exactly where it was taken."""
         folder = Path(folder)
+        if folder.is_dir():
+            Lock(folder).close()  # whoever has it now would be disturbed; it is taken when the run starts
         found = newest_checkpoint(folder)
         config = load([folder / "config.yaml"], ()).pipeline
         if is_complete(folder):
@@ -137,10 +141,14 @@ class Flow:
             self.metrics.close()
 
     def _conduct(self) -> Summary:
-        if self._resume is not None:
-            self.metrics.restore(int(checkpoint.progress(self._resume)["version"]))
-        else:
+        if self._resume is None:
             self._claim()
+        with closing(Lock(self.folder)):
+            if self._resume is not None:
+                self.metrics.restore(int(checkpoint.progress(self._resume)["version"]))
+            return self._lead()
+
+    def _lead(self) -> Summary:
         with Trace(self.folder / TRACE if self.config.output.trace else None) as trace:
             self.metrics.listeners.append(trace.record)
             conductor = Conductor(

@@ -86,7 +86,7 @@ def _counted(lease: Lease) -> Iterator[None]:
         yield
     except QueueClosed:
         raise
-    except Exception:
+    except BaseException:
         with suppress(StorageError):
             lease.release(failed=True)
         raise

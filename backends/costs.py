@@ -68,6 +68,9 @@ class InferCosts:
         known = {each.name for each in fields(Lengths)}
         if not isinstance(lengths, Mapping) or lengths.keys() - known:
             raise ConfigError(f"emulated: lengths has {', '.join(sorted(known))}; found {lengths!r}")
+        numbers = {name: value for name, value in lengths.items() if name != "kind"}
+        if any(isinstance(value, bool) or not isinstance(value, int | float) for value in numbers.values()):
+            raise ConfigError(f"emulated: {', '.join(numbers)} of lengths are numbers; found {numbers}")
         return cls(**_costs(cls, chosen), lengths=Lengths(**lengths))
 
 

@@ -46,7 +46,7 @@ def test_what_was_saved_comes_back(tmp_path):
 
 def test_a_copy_is_taken_at_once_and_written_later(tmp_path):
     engine = Engine(1)
-    write = checkpoint.snapshot(engine, Names(), {})
+    write = checkpoint.snapshot(engine, Names(), {"step": 1})
     engine.version = 2
     write(tmp_path / "checkpoint")
     assert checkpoint.progress(tmp_path / "checkpoint")["version"] == 1
@@ -91,7 +91,7 @@ def test_a_write_that_fails_leaves_the_one_before(tmp_path):
     engine = Engine(2)
     engine.snapshot = lambda: lambda folder: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     with pytest.raises(OSError, match="No space"):
-        checkpoint.snapshot(engine, Names(), {})(tmp_path / "checkpoint")
+        checkpoint.snapshot(engine, Names(), {"step": 2})(tmp_path / "checkpoint")
     assert checkpoint.progress(newest_checkpoint(tmp_path))["version"] == 1
 
 

@@ -14,7 +14,7 @@ def checkpoint(folder, version: int, **more: object) -> None:
 
 
 def test_one_that_is_damaged_is_left_aside_if_there_is_another(tmp_path, caplog):
-    for step, text in ((5, '{"format": 1, "version": 5}'), (6, '{"format": 1, "ver')):
+    for step, text in ((5, '{"format": 1, "version": 5, "step": 5}'), (6, '{"format": 1, "ver')):
         path = tmp_path / "checkpoints" / f"step-{step:06d}"
         path.mkdir(parents=True)
         (path / "progress.json").write_text(text)

@@ -72,6 +72,7 @@ def _interrupts_stop(flow: Flow) -> Iterator[None]:
         if flow.stopping:
             flow.kill()
             os._exit(INTERRUPTED)
+        sys.stderr.write("stopping after a checkpoint of what is trained; once more ends the run at once\n")
         flow.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

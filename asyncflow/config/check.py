@@ -254,6 +254,9 @@ def _emulated(pipeline: Pipeline) -> Iterator[Problem]:
         other = next(name for name in kinds if kinds[name] == "emulated")
         why = f"{kinds[name]!r} cannot work with what emulated engines make up: emulate both or neither"
         yield Problem((name, "backend"), why, ((other, "backend"),))
+    if kinds["train"] == "emulated" and pipeline.train.data_parallel > 1:
+        why = "the emulated engine is one process: leave it out, and give the engine lower costs"
+        yield Problem(("train", "data_parallel"), why, (("train", "backend"),))
 
 
 def _weights(pipeline: Pipeline) -> Iterator[Problem]:

@@ -84,4 +84,10 @@ class Draws:
             self._again = deque(Draw(*map(int, draw)) for draw in record["outstanding"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint has no position to go on from: {error!r}") from error
+        strange = [draw.prompt for draw in self._again if not 0 <= draw.prompt < self._order.size]
+        if strange:
+            raise CheckpointError(
+                f"the checkpoint goes on with prompt {strange[0]}, and there are {self._order.size}: "
+                "it is damaged, or the data are others than those it was made with"
+            )
         self._under_way = {draw.group: draw for draw in self._again}

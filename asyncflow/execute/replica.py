@@ -105,7 +105,7 @@ class Replica:
         """Set up, serve until the data ends or the replica is stopped, close; never raises."""
         try:
             loops = self._setup()
-        except Exception as error:  # noqa: BLE001  the border of a replica: the error goes to the flow as text
+        except BaseException as error:  # noqa: BLE001  the border of a replica: the error goes to the flow as text
             self._fail("setup", error)
             self._close()
             return
@@ -132,7 +132,7 @@ class Replica:
                 if isinstance(stage, Commanded):
                     try:
                         stage.command(command)
-                    except Exception as error:  # noqa: BLE001  as above
+                    except BaseException as error:  # noqa: BLE001  as above
                         self._fail(f"{name}, command {type(command).__name__}", error)
 
     def _emit(self, event: Event) -> None:
@@ -196,11 +196,11 @@ class Replica:
     ) -> None:
         try:
             run(spec, stage, self._queue, context, self._streams.append, until)
-        except Exception as error:  # noqa: BLE001  as above
+        except BaseException as error:  # noqa: BLE001  as above: code of the user's may call sys.exit
             if not self._stopping.is_set():
                 self._fail(spec.name, error)
 
-    def _fail(self, where: str, error: Exception) -> None:
+    def _fail(self, where: str, error: BaseException) -> None:
         """Report the first error, and end."""
         with self._failing:
             if self._failed.is_set():

@@ -23,9 +23,12 @@ def _whole(lines: Sequence[str]) -> Iterator[Record]:
     """A process that was killed may have left a line half-written: what follows it is of no use either."""
     for line in lines:
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except ValueError:
             return
+        if not isinstance(record, dict) or not isinstance(record.get("version"), int) or "kind" not in record:
+            return
+        yield record
 
 
 def _plain(value: Any) -> Any:
@@ -53,7 +56,7 @@ class Metrics:
     def restore(self, version: int) -> None:
         """Go on with the records that the file has up to a version of the weights."""
         with self._lock:
-            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
             self.records = [record for record in _whole(lines) if record["version"] <= version]
             partial = self.path.with_suffix(".partial")
             partial.write_text("".join(json.dumps(record) + "\n" for record in self.records), encoding="utf-8")

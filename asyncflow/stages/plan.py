@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asyncflow.backends import names
+from asyncflow.backends.costs import InferCosts, TrainCosts
 from asyncflow.config.importing import resolve
 from asyncflow.config.model import Pipeline
 from asyncflow.config.model import Stage as StageConfig
@@ -66,6 +67,9 @@ def plan(config: Pipeline) -> Plan:
     for kind, name in (("infer", config.rollout.backend), ("train", config.train.backend)):
         if name not in names(kind):
             raise ConfigError(f"{kind} backend {name!r} does not exist; there are {', '.join(names(kind))}")
+    if config.rollout.backend == "emulated":
+        InferCosts.of(config.rollout.options)
+        TrainCosts.of(config.train.options)
     tables = {"train": graph(_train(config))}
     for found in tables.values():
         Schema(dict(found.columns))

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from asyncflow.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 CHUNK = 4 << 20
@@ -91,7 +93,10 @@ class Door:
         """Listen on a free port of an address; `serve` may raise OSError, which ends that connection alone."""
         self.token = secrets.token_hex(_TOKEN // 2)
         self._serve = serve
-        self._listening = socket.create_server((host, 0), family=family(host), backlog=64)
+        try:
+            self._listening = socket.create_server((host, 0), family=family(host), backlog=64)
+        except OSError as error:
+            raise ConfigError(f"weights.host: {host} is no address to listen on here: {error.strerror}") from error
         self.host, self.port = host, int(self._listening.getsockname()[1])
         self._lock = threading.Lock()
         self._wires: set[Wire] = set()

@@ -42,6 +42,10 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
         (["mode=streaming", "on_stale=drop"], "on_stale: has no effect in mode streaming"),
         (["run_ahead=1"], "run_ahead: has no effect in mode separated"),
         (["rollout.backend=emulated"], "train.backend: 'torch' cannot work with what emulated engines make up"),
+        (
+            ["rollout.backend=emulated", "train={backend: emulated, data_parallel: 2}"],
+            "train.data_parallel: the emulated engine is one process",
+        ),
         (["mode=async", "deterministic=true"], "deterministic: cannot hold in mode async"),
         (["reward.retries=1"], "reward.retries: has no effect without `retry` for one of on_timeout, on_error, on_"),
         (["mode=async", "max_requeues=1"], "max_requeues: has no effect without `on_stale: requeue`"),

@@ -51,6 +51,14 @@ def test_a_lost_group_is_drawn_again_if_the_step_it_was_lost_in_was_not_trained(
     assert resumed(own).outstanding == ()
 
 
+def test_a_checkpoint_of_other_data_is_refused():
+    own = draws()
+    own.take(3)
+    record = {**own.state(), "outstanding": [[0, 10**6, 0]]}
+    with pytest.raises(CheckpointError, match="goes on with prompt 1000000, and there are"):
+        draws().restore(record)
+
+
 @pytest.mark.parametrize("record", [{}, {"order": {}, "admitted": 1, "outstanding": []}, {"outstanding": [[1]]}])
 def test_a_checkpoint_without_a_position_is_refused(record):
     with pytest.raises(CheckpointError):

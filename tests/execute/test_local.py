@@ -14,7 +14,7 @@ from asyncflow.execute.messages import Failed, Finished, Ready
 from asyncflow.execute.replica import Assignment
 from asyncflow.pipeline import StageSpec, Take
 from asyncflow.storage import Batch, Schema, TransferQueue
-from tests.test_stage import CONFIG
+from tests.test_serve import CONFIG
 
 pytestmark = pytest.mark.timeout(600)  # processes start slowly where cores are shared
 

@@ -10,7 +10,7 @@ from asyncflow.execute.messages import Failed, Finished, Ready, Stop, Worked
 from asyncflow.execute.replica import Assignment, Replica, careful
 from asyncflow.pipeline import StageSpec, Take
 from asyncflow.storage import Batch, Schema, TransferQueue
-from tests.test_stage import CONFIG
+from tests.test_serve import CONFIG
 
 together = threading.Barrier(3, timeout=60)
 
@@ -57,6 +57,25 @@ def test_the_first_error_ends_all_loops_of_a_replica_and_is_told_once(tmp_path):
     assert "in train of replica breaks-0" in failed.report
     assert "MemoryError: broken" in failed.report
     assert not failed.final
+    assert not any(isinstance(event, Finished) for event in events)
+
+
+@pytest.mark.parametrize("error", [SystemExit("my licence has expired"), KeyboardInterrupt("enough")])
+def test_a_stage_that_wants_to_end_the_process_has_failed(tmp_path, monkeypatch, error):
+    def leaves(batch: Batch) -> dict[str, object]:
+        raise error
+
+    monkeypatch.setattr(f"{__name__}.breaks", leaves)
+    spec = StageSpec("train", ("x",), {"y": "int64"}, build=f"{__name__}:breaks")
+    events = []
+    with TransferQueue.open() as queue:
+        table = queue.create_table("train", Schema({"x": "int64", "y": "int64"}))
+        table.task("train", ("x",))
+        table.put(Batch({"x": np.arange(3)}))
+        Replica(Assignment("breaks-0", (spec,), CONFIG, tmp_path), queue, events.append).serve()
+        assert table.status().tasks["train"].waiting == 3
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert str(error) in failed.report
     assert not any(isinstance(event, Finished) for event in events)
 
 

@@ -43,6 +43,19 @@ def test_a_resumed_run_goes_on_with_the_records_up_to_its_checkpoint(tmp_path):
     assert [record["step"] for record in second.records] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("strange", [b'{"ki', b"[1]", b'{"kind": "step"}', b'{"version": 1}', b"\xff\xfe", b""])
+def test_a_line_that_is_no_record_ends_what_is_gone_on_with(tmp_path, strange):
+    first = Metrics(tmp_path / "metrics.jsonl")
+    first.log("step", step(1))
+    first.close()
+    with first.path.open("ab") as file:
+        file.write(strange + b"\n")
+    second = Metrics(tmp_path / "metrics.jsonl")
+    second.restore(version=12)
+    assert [record["step"] for record in second.records] == [1]
+    assert len(second.path.read_text().splitlines()) == 1
+
+
 def test_a_step_says_how_the_time_since_the_last_one_was_spent_and_how_fast_it_was(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.worked(worked("train", 0.0, 1.0, busy=1.0))

@@ -2,8 +2,9 @@
 
 import pytest
 
-from asyncflow.config.model import Data, Model, Output, Pipeline, Reward, Train
+from asyncflow.config.model import Data, Model, Output, Pipeline, Reward, Rollout, Train
 from asyncflow.config.model import Stage as StageConfig
+from asyncflow.errors import ConfigError
 from asyncflow.pipeline import StageSpec
 from asyncflow.stages.plan import plan
 
@@ -51,3 +52,25 @@ def test_nothing_waits_for_a_stage_that_comes_after_the_trainer_and_it_drops_not
     found = stages(LATE, LATER)
     assert found["train"].reads == stages()["train"].reads
     assert {name for name, stage in found.items() if not stage.drops} == {"late", "later", "samples"}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "train", "message"),
+    [
+        ({"bogus": 1}, {}, "option 'bogus' does not exist"),
+        ({"decode": -1}, {}, "option decode is a number of at least 0"),
+        ({"lengths": {"kind": "weird"}}, {}, "a kind of fixed, uniform, lognormal"),
+        ({"lengths": {"mean": "long"}}, {}, "mean of lengths are numbers"),
+        ({}, {"weights": -5}, "option weights is a number of at least 0"),
+    ],
+)
+def test_costs_of_emulated_engines_are_refused_before_anything_starts(rollout, train, message):
+    config = Pipeline(
+        model=Model(path="."),
+        data=Data(source="python"),
+        reward=Reward(fn="exact_match"),
+        rollout=Rollout(backend="emulated", options=rollout),
+        train=Train(backend="emulated", options=train),
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan(config)
