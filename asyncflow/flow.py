@@ -215,7 +215,9 @@ def newest_checkpoint(folder: Path) -> Path:
             log.warning("%s; it is left aside", error)
             damaged = error
     if not versions:
-        raise damaged or CheckpointError(f"{folder} holds no checkpoint")
+        file = folder / "config.yaml"
+        hint = f": nothing was trained yet, begin anew with `asyncflow run {file}`" if file.exists() else ""
+        raise damaged or CheckpointError(f"{folder} holds no checkpoint{hint}")
     return max(versions, key=lambda path: versions[path])
 
 

@@ -138,7 +138,7 @@ class _Served:
     def by(self, stage: Stage) -> bool:
         """Let the stage answer every row; False if the run is stopping and some rows are not answered."""
         batch = self.lease.batch.with_columns({"row": self.lease.rows})
-        for part in parts(stage.process(batch), len(self.lease.rows)):
+        for part in parts(stage.process(batch), len(self.lease.rows), self.spec.name):
             columns = self.columns(part)
             with self.timing.waiting():
                 if isinstance(part, Done):

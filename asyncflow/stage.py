@@ -7,7 +7,7 @@ that gathers batches until it is done with all of them.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
@@ -166,10 +166,32 @@ def stage(*, reads: Iterable[str], writes: Mapping[str, str]) -> Callable[[Funct
     return declare
 
 
-def parts(answer: Answer, rows: int) -> Iterable[Piece]:
-    """Bring what a stage returned into one form: a whole answer is one part of all rows."""
+_EXPECTED = "expected a Batch or a mapping with one value a row, or an iterable of Part, Rows, Drop and Done"
+
+
+def parts(answer: Answer, rows: int, name: str) -> Iterator[Piece]:
+    """Bring what a stage returned into one form: a whole answer is one part of all rows.
+
+    PipelineError for what is none, when it comes: user code may return anything.
+    """
     if answer is None:
-        return ()
+        return
     if isinstance(answer, Batch | Mapping):
-        return (Part(np.arange(rows), answer),)
-    return answer
+        yield Part(np.arange(rows), answer)
+        return
+    if isinstance(answer, np.ndarray) or not isinstance(answer, Iterable):
+        raise PipelineError(f"stage {name} returned {type(answer).__name__}: {_EXPECTED}")
+    for piece in answer:
+        if not isinstance(piece, Part | Rows | Drop | Done):
+            raise PipelineError(f"stage {name} yielded {type(piece).__name__}: {_EXPECTED}")
+        if isinstance(piece, Part | Drop):
+            _check(piece.positions, rows, name)
+        yield piece
+
+
+def _check(positions: Int64s, rows: int, name: str) -> None:
+    found = np.asarray(positions)
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise PipelineError(f"stage {name} gave positions of {found.dtype}, {found.shape}: expected a list of int64")
+    if len(found) and not (found.min() >= 0 and found.max() < rows):
+        raise PipelineError(f"stage {name} answered positions {found.min()} to {found.max()} of a batch of {rows} rows")

@@ -33,7 +33,10 @@ def test_the_newest_checkpoint_counts_and_unfinished_ones_do_not(tmp_path):
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint$"):
+        Flow.resume(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(CheckpointError, match=r"begin anew with `asyncflow run .*config\.yaml`"):
         Flow.resume(tmp_path)
 
 

@@ -122,6 +122,15 @@ def odd_only_one(function):
     [
         (lambda batch: {"z": batch["x"].array}, r"declares that it writes \['y'\] and returned \['z'\]"),
         (lambda batch: {"y": np.zeros(1)}, "returned 1 values for 4 rows"),
+        (lambda batch: 5, "returned int: expected a Batch or a mapping"),
+        (lambda batch: np.zeros(4), "returned ndarray: expected"),
+        (lambda batch: [{"y": np.zeros(4)}], "yielded dict: expected"),
+        (lambda batch: [Part(np.array([3, 4]), {"y": np.zeros(2)})], "answered positions 3 to 4 of a batch of 4 rows"),
+        (lambda batch: [Part(np.array([0, -4]), {"y": np.zeros(2)})], "answered positions -4 to 0 of a batch of 4"),
+        (
+            lambda batch: [Drop(np.array([True] * 4), "all")],
+            r"gave positions of bool, \(4,\): expected a list of int64",
+        ),
         (lambda batch: [], "left 4 of 4 rows without an answer, the first is row 0"),
         (lambda batch: [Part(np.array([0, 0]), Batch({"y": np.zeros(2)}))], "answered row 0 or one beside it twice"),
     ],
