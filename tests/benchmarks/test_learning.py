@@ -21,4 +21,4 @@ def test_runs_are_added_to_what_was_measured_before(tmp_path):
     assert made["staleness_max"] <= 1
     assert (tmp_path / "learning.png").stat().st_size > 1000
     made["accuracy"]["after_warmup"] = 0.0
-    assert "| colocated | 2 | 10% (10–10) | 90% (90–90) | 0 (0–0) | 0 | 10 (10–10) |" in learning.page(found)
+    assert "| colocated | 2 | 10% (10–10) | 90% (90–90) | 0 (0–0) | 0 |" in learning.page(found)
