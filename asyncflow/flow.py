@@ -9,7 +9,7 @@ Everything that can be refused is refused when the flow is made, before a proces
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -76,6 +76,25 @@ class Flow:
         if is_complete(folder):
             raise CheckpointError(f"the run in {folder} is complete: nothing is left to resume")
         return cls(config, dataset=dataset, resume=found, folder=folder)
+
+    @classmethod
+    def go_on(cls, config: Pipeline, *, dataset: Dataset | None = None) -> Self:
+        """Resume the last run of `output.folder`, if it left a checkpoint; else begin one.
+
+        So the same command starts a run and goes on with it, however often it is interrupted. ConfigError if that run
+        has other settings.
+        """
+        last = last_run(Path(config.output.folder))
+        if last is None or not checkpoints(last):
+            return cls(config, dataset=dataset)
+        before = load([last / "config.yaml"], ()).pipeline
+        other = list(_differences(before.model_dump(), config.model_dump()))
+        if other:
+            raise ConfigError(
+                f"the run in {last} was begun with other settings: {'; '.join(other)}. Go on as it was begun with "
+                f"`asyncflow resume {last}`, or begin anew without --resume"
+            )
+        return cls.resume(last, dataset=dataset)
 
     @property
     def records(self) -> list[Record]:
@@ -236,13 +255,31 @@ def is_complete(folder: Path) -> bool:
     return isinstance(values, dict) and bool(values.get("complete"))
 
 
+def last_run(wanted: Path) -> Path | None:
+    """Return the folder of the last run that was begun in this one, or in a numbered one beside it."""
+    folder, number, last = wanted, 1, None
+    while (folder / "config.yaml").exists():
+        number, last = number + 1, folder
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return last
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    for name in now:
+        one, other = before.get(name), now[name]
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differences(one, other, f"{within}{name}.")
+        elif one != other:
+            yield f"{within}{name} {one!r}, now {other!r}"
+
+
 def _free(wanted: Path) -> Path:
     """Return the wanted folder, or the first numbered one beside it that holds no run."""
     blocked = next((path for path in (wanted, *wanted.parents) if path.exists() and not path.is_dir()), None)
     if blocked is not None:
         raise ConfigError(f"output.folder: {blocked} is not a folder")
-    folder, number = wanted, 1
-    while (folder / "config.yaml").exists():
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder
+    last = last_run(wanted)
+    if last is None:
+        return wanted
+    number = 1 if last == wanted else int(last.name.rpartition("-")[2])
+    return wanted.with_name(f"{wanted.name}-{number + 1}")

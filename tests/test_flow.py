@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from asyncflow.config.load import load
+from asyncflow.config.schema import dump
 from asyncflow.errors import CheckpointError, ConfigError
-from asyncflow.flow import Flow, is_complete, newest_checkpoint
+from asyncflow.flow import Flow, is_complete, last_run, newest_checkpoint
 
 
 def checkpoint(folder, version: int, **more: object) -> None:
@@ -30,6 +32,45 @@ def test_the_newest_checkpoint_counts_and_unfinished_ones_do_not(tmp_path):
     checkpoint(tmp_path / "checkpoints" / "step-000007", 7)
     checkpoint(tmp_path / "checkpoints" / ".step-000009.123.partial", 9)
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-000007"
+
+
+SETTINGS = {
+    "model": {"config": {"model_type": "llama"}, "tokenizer": "characters"},
+    "data": {"source": "python"},
+    "reward": {"fn": "exact_match"},
+}
+
+
+def begun(folder, **changes):
+    """A folder of a run, with settings of its own; the same settings."""
+    config = load([], base={**SETTINGS, "output": str(folder), **changes}).pipeline
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(dump(config))
+    return config
+
+
+def test_the_last_run_is_gone_on_with_if_it_has_a_checkpoint(tmp_path):
+    config = begun(tmp_path / "run")
+    assert Flow.go_on(config).folder == tmp_path / "run-2", "nothing was trained: a new one"
+    begun(tmp_path / "run-2", output=str(tmp_path / "run"))
+    checkpoint(tmp_path / "run-2" / "checkpoint", 4)
+    flow = Flow.go_on(config)
+    assert (flow.folder, flow.config) == (tmp_path / "run-2", config)
+    assert Flow(config).folder == tmp_path / "run-3"
+
+
+def test_a_run_of_other_settings_is_not_gone_on_with(tmp_path):
+    begun(tmp_path / "run", train={"lr": 0.5})
+    checkpoint(tmp_path / "run" / "checkpoint", 4)
+    changed = load([], base={**SETTINGS, "output": str(tmp_path / "run"), "train": {"lr": 0.25}}).pipeline
+    with pytest.raises(ConfigError, match=r"begun with other settings: train\.lr 0\.5, now 0\.25\. Go on as it was"):
+        Flow.go_on(changed)
+
+
+def test_where_no_run_was_begun_one_is(tmp_path):
+    config = load([], base={**SETTINGS, "output": str(tmp_path / "run")}).pipeline
+    assert last_run(tmp_path / "run") is None
+    assert Flow.go_on(config).folder == tmp_path / "run"
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):

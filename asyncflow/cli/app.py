@@ -26,11 +26,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary on
 
 
 @app.command()
-def run(arguments: Files, quiet: Quiet = False) -> None:
+def run(
+    arguments: Files,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the last run of output.folder, if it was interrupted.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
     """Run a pipeline: asyncflow run pipeline.yaml train.lr=1e-4."""
     from asyncflow.cli.run import run as command
 
-    raise typer.Exit(command(arguments, quiet=quiet))
+    raise typer.Exit(command(arguments, resume=resume, quiet=quiet))
 
 
 @app.command()

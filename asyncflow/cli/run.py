@@ -13,7 +13,7 @@ from rich.console import Console
 from asyncflow.cli.validate import USAGE, split
 from asyncflow.config.load import load
 from asyncflow.errors import AsyncflowError, MissingDependency
-from asyncflow.flow import Flow, checkpoints
+from asyncflow.flow import Flow, checkpoints, is_complete, last_run
 from asyncflow.observe import curves
 from asyncflow.observe.progress import closing, watch
 
@@ -21,10 +21,21 @@ FAILED = 1
 INTERRUPTED = 130
 
 
-def run(arguments: Sequence[str], *, quiet: bool) -> int:
-    """Run a pipeline and return the exit code."""
+def run(arguments: Sequence[str], *, resume: bool = False, quiet: bool) -> int:
+    """Run a pipeline, or go on with its last run, and return the exit code: 0 also if that run is complete."""
     files, overrides = split(arguments)
-    return _follow(lambda: Flow(load(files, overrides).pipeline), quiet=quiet)
+    if not resume:
+        return _follow(lambda: Flow(load(files, overrides).pipeline), quiet=quiet)
+    try:
+        config = load(files, overrides).pipeline
+    except AsyncflowError as error:
+        sys.stderr.write(f"{error}\n")
+        return USAGE
+    last = last_run(Path(config.output.folder))
+    if last is not None and is_complete(last):
+        sys.stdout.write(f"the run in {last} is complete\n")
+        return 0
+    return _follow(lambda: Flow.go_on(config), quiet=quiet)
 
 
 def resume(folder: Path, *, quiet: bool) -> int:

@@ -163,9 +163,10 @@ def test_an_asynchronous_run_that_is_killed_trains_nothing_twice_and_skips_nothi
     process.kill()
     process.communicate(timeout=300)
     assert nobody_left(process)
-    process = command("resume", folder)
+    process = command("run", "--quiet", "--resume", path)
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
+    assert "is complete" in command("run", "--resume", path).communicate(timeout=60)[0]
     check_ledger(folder, steps=10)
     check_bound(trained(folder), 1)
 
