@@ -62,7 +62,8 @@ class Connection:
             self._free()
             raise
         self._told = self._events.FD
-        readable(self._events)  # a descriptor tells only of what comes after somebody has found nothing
+        # A descriptor tells only of what comes after somebody has found nothing; a refusal may have come by now.
+        self._early = readable(self._events)
         self._poll = self._polling()
 
     def _connect(self, url: str) -> None:
@@ -210,7 +211,7 @@ class Connection:
 
     def _read(self, arrived: Callable[[], bool], deadline: float, poll: select.poll) -> None:
         """Read until something has arrived, the time is over, the connection is, or a thread is to take over."""
-        thread, over = self._thread, False
+        thread, over = self._thread, self._early
         while self.ended is None:
             self._take(arrived, over)
             left = deadline - time.monotonic()

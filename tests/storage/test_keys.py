@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from zmq.auth import load_certificate
 from asyncflow.errors import AccessDenied, MissingDependency, StorageError
 from asyncflow.storage import Schema, TransferQueue, aio, kv
 from asyncflow.storage.arena import region_of
+from asyncflow.storage.connection import Connection
 from asyncflow.storage.keys import VARIABLE, create
 from asyncflow.storage.loader import Loader
 
@@ -93,6 +95,18 @@ def test_a_client_that_trusts_another_server_is_told(url, keys, tmp_path):
     shutil.copy(tmp_path / "other" / "client" / "server.key", keys / "client" / "server.key")
     with pytest.raises(AccessDenied, match=r"has not the key that .*client/server\.key says"):
         TransferQueue.open(url, 30, keys)
+
+
+def test_a_refusal_that_comes_before_anybody_has_looked_for_one_is_told(url, monkeypatch):
+    connect = Connection._connect
+
+    def slowly(self, url):
+        connect(self, url)
+        time.sleep(0.5)  # as where other work has the processor
+
+    monkeypatch.setattr(Connection, "_connect", slowly)
+    with pytest.raises(AccessDenied):
+        TransferQueue.open(url, 10)
 
 
 def test_keys_for_a_queue_that_has_none_are_told(host, keys):

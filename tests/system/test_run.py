@@ -33,6 +33,7 @@ def test_the_same_seed_gives_the_same_metrics_in_both_modes_and_a_complete_folde
     check_model(summary.folder / "checkpoint")
     assert multiprocessing.active_children() == []
     assert sorted(entry.name for entry in summary.folder.iterdir()) == [
+        ".lock",
         "checkpoint",
         "config.yaml",
         "metrics.jsonl",
