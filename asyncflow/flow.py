@@ -69,9 +69,8 @@ class Flow:
     def resume(cls, folder: str | Path, *, dataset: Dataset | None = None) -> Self:
         """Go on from the newest checkpoint of a run's folder, exactly where it was taken."""
         folder = Path(folder)
-        if folder.is_dir():
-            Lock(folder).close()  # whoever has it now would be disturbed; it is taken when the run starts
         found = newest_checkpoint(folder)
+        Lock(folder).close()  # whoever has it now would be disturbed; it is taken when the run starts
         config = load([folder / "config.yaml"], ()).pipeline
         if is_complete(folder):
             raise CheckpointError(f"the run in {folder} is complete: nothing is left to resume")

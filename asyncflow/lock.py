@@ -18,7 +18,10 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         """Take it, or raise CheckpointError with the process that has it; close it to let go."""
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            file = (folder / LOCK).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written into: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
