@@ -33,6 +33,8 @@ from asyncflow.stages import Plan, plan
 Dataset = Sequence[Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
+CONFIG = "config.yaml"
+"""The file of a run's folder with its settings, which is there first."""
 
 
 class Flow:
@@ -48,11 +50,12 @@ class Flow:
     ) -> None:
         """Check the configuration; `dataset` are the items of `data: {source: python}`.
 
-        With `resume`, a checkpoint, the run goes on in `folder`; else it gets one that is named in the configuration.
+        The run goes on in `folder`, from the checkpoint `resume` or from its beginning; without, it gets a new folder
+        that is named as the configuration says.
         """
         self.config = config
         self.plan: Plan = plan(config)
-        self._dataset, self._resume = dataset, resume
+        self._dataset, self._resume, self._claimed = dataset, resume, folder is not None
         self.folder = folder if folder is not None else _free(Path(config.output.folder))
         self.metrics = Metrics(self.folder / "metrics.jsonl")
         self.conductor: Conductor | None = None
@@ -67,26 +70,30 @@ class Flow:
 
     @classmethod
     def resume(cls, folder: str | Path, *, dataset: Dataset | None = None) -> Self:
-        """Go on from the newest checkpoint of a run's folder, exactly where it was taken."""
+        """Go on from the newest checkpoint of a run's folder, exactly where it was taken; without one, begin again."""
         folder = Path(folder)
+        if not (folder / CONFIG).exists():
+            raise CheckpointError(f"{folder} holds no run")
         found = newest_checkpoint(folder)
         Lock(folder).close()  # whoever has it now would be disturbed; it is taken when the run starts
-        config = load([folder / "config.yaml"], ()).pipeline
+        config = load([folder / CONFIG], ()).pipeline
         if is_complete(folder):
             raise CheckpointError(f"the run in {folder} is complete: nothing is left to resume")
         return cls(config, dataset=dataset, resume=found, folder=folder)
 
     @classmethod
     def go_on(cls, config: Pipeline, *, dataset: Dataset | None = None) -> Self:
-        """Resume the last run of `output.folder`, if it left a checkpoint; else begin one.
+        """Resume the last run of `output.folder`, if there is one; else begin one.
 
         So the same command starts a run and goes on with it, however often it is interrupted. ConfigError if that run
-        has other settings.
+        has other settings; where it has no checkpoint yet, one with these is begun beside it.
         """
         last = last_run(Path(config.output.folder))
-        if last is None or not checkpoints(last):
+        if last is None:
             return cls(config, dataset=dataset)
-        before = load([last / "config.yaml"], ()).pipeline
+        if not checkpoints(last) and (last / CONFIG).read_text(encoding="utf-8") != dump(config):
+            return cls(config, dataset=dataset)
+        before = load([last / CONFIG], ()).pipeline
         other = list(_differences(before.model_dump(), config.model_dump()))
         if other:
             raise ConfigError(
@@ -159,11 +166,12 @@ class Flow:
             self.metrics.close()
 
     def _conduct(self) -> Summary:
-        if self._resume is None:
+        if not self._claimed:
             self._claim()
         with closing(Lock(self.folder)):
-            if self._resume is not None:
-                self.metrics.restore(int(checkpoint.progress(self._resume)["version"]))
+            if self._claimed:
+                before = -1 if self._resume is None else int(checkpoint.progress(self._resume)["version"])
+                self.metrics.restore(before)
             return self._lead()
 
     def _lead(self) -> Summary:
@@ -197,7 +205,7 @@ class Flow:
         while True:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with (self.folder / "config.yaml").open("x", encoding="utf-8") as file:
+                with (self.folder / CONFIG).open("x", encoding="utf-8") as file:
                     file.write(dump(self.config))
                 return
             except FileExistsError:
@@ -219,10 +227,10 @@ class Flow:
         return Materials(found, held_out, names)
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint of a run that has the highest version; CheckpointError if there is none.
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint of a run that has the highest version; None if there is none.
 
-    One that is damaged is left aside, with a warning, if there is another.
+    One that is damaged is left aside, with a warning, if there is another; else it is a CheckpointError.
     """
     versions: dict[Path, int] = {}
     damaged: CheckpointError | None = None
@@ -232,11 +240,9 @@ def newest_checkpoint(folder: Path) -> Path:
         except CheckpointError as error:
             log.warning("%s; it is left aside", error)
             damaged = error
-    if not versions:
-        file = folder / "config.yaml"
-        hint = f": nothing was trained yet, begin anew with `asyncflow run {file}`" if file.exists() else ""
-        raise damaged or CheckpointError(f"{folder} holds no checkpoint{hint}")
-    return max(versions, key=lambda path: versions[path])
+    if damaged is not None and not versions:
+        raise damaged
+    return max(versions, key=lambda path: versions[path], default=None)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -257,7 +263,7 @@ def is_complete(folder: Path) -> bool:
 def last_run(wanted: Path) -> Path | None:
     """Return the folder of the last run that was begun in this one, or in a numbered one beside it."""
     folder, number, last = wanted, 1, None
-    while (folder / "config.yaml").exists():
+    while (folder / CONFIG).exists():
         number, last = number + 1, folder
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return last

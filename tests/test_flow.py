@@ -49,10 +49,10 @@ def begun(folder, **changes):
     return config
 
 
-def test_the_last_run_is_gone_on_with_if_it_has_a_checkpoint(tmp_path):
+def test_the_last_run_is_gone_on_with(tmp_path):
     config = begun(tmp_path / "run")
-    assert Flow.go_on(config).folder == tmp_path / "run-2", "nothing was trained: a new one"
     begun(tmp_path / "run-2", output=str(tmp_path / "run"))
+    assert Flow.go_on(config).folder == tmp_path / "run-2", "there is nothing yet: it is begun again"
     checkpoint(tmp_path / "run-2" / "checkpoint", 4)
     flow = Flow.go_on(config)
     assert (flow.folder, flow.config) == (tmp_path / "run-2", config)
@@ -61,8 +61,9 @@ def test_the_last_run_is_gone_on_with_if_it_has_a_checkpoint(tmp_path):
 
 def test_a_run_of_other_settings_is_not_gone_on_with(tmp_path):
     begun(tmp_path / "run", train={"lr": 0.5})
-    checkpoint(tmp_path / "run" / "checkpoint", 4)
     changed = load([], base={**SETTINGS, "output": str(tmp_path / "run"), "train": {"lr": 0.25}}).pipeline
+    assert Flow.go_on(changed).folder == tmp_path / "run-2", "there is nothing yet that would be lost"
+    checkpoint(tmp_path / "run" / "checkpoint", 4)
     with pytest.raises(ConfigError, match=r"begun with other settings: train\.lr 0\.5, now 0\.25\. Go on as it was"):
         Flow.go_on(changed)
 
@@ -73,12 +74,12 @@ def test_where_no_run_was_begun_one_is(tmp_path):
     assert Flow.go_on(config).folder == tmp_path / "run"
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint$"):
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no run$"):
         Flow.resume(tmp_path)
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match=r"begin anew with `asyncflow run .*config\.yaml`"):
-        Flow.resume(tmp_path)
+    begun(tmp_path)
+    assert newest_checkpoint(tmp_path) is None
+    assert Flow.resume(tmp_path).folder == tmp_path
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"format": 99}', "[]", '{"format": 1}', '{"format": 1, "version": "x"}'])

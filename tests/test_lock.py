@@ -38,12 +38,13 @@ def test_a_folder_that_cannot_be_written_into_is_told_and_one_that_holds_no_run_
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file cannot be written into: Not a directory"):
         Lock(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no run"):
         Flow.resume(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_run_that_goes_on_is_not_resumed_beside_itself(tmp_path):
+    (tmp_path / "config.yaml").touch()
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "progress.json").write_text('{"format": 1, "version": 1, "step": 1}')
     lock = Lock(tmp_path)

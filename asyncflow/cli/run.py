@@ -13,7 +13,7 @@ from rich.console import Console
 from asyncflow.cli.validate import USAGE, split
 from asyncflow.config.load import load
 from asyncflow.errors import AsyncflowError, MissingDependency
-from asyncflow.flow import Flow, checkpoints, is_complete, last_run
+from asyncflow.flow import Flow, is_complete, last_run
 from asyncflow.observe import curves
 from asyncflow.observe.progress import closing, watch
 
@@ -63,8 +63,7 @@ def _follow(make: Callable[[], Flow], *, quiet: bool) -> int:
     console.print(closing(flow, time.monotonic() - started), highlight=False)
     if summary["complete"]:
         return 0
-    hint = f"go on with: asyncflow resume {flow.folder}" if checkpoints(flow.folder) else "nothing was trained yet"
-    console.print(f"interrupted; {hint}", highlight=False)
+    console.print(f"interrupted; go on with: asyncflow resume {flow.folder}", highlight=False)
     return INTERRUPTED
 
 

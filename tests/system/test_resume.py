@@ -35,7 +35,7 @@ def until(what: Callable[[], bool], seconds: float = 300.0) -> None:
         time.sleep(0.005)
 
 
-def samples(folder: Path) -> dict[str, object]:
+def samples(folder: Path) -> dict[str, list[dict[str, object]]]:
     return {path.name: pq.read_table(path).to_pylist() for path in sorted((folder / "samples").glob("*.parquet"))}
 
 
