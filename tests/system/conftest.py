@@ -57,3 +57,19 @@ def pipeline(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Install a module with an inference engine, whose class has the module's name, as a package would."""
+
+    def install(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        about = tmp_path / f"{name}-1.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (about / "entry_points.txt").write_text(f"[asyncflow.infer]\n{name} = {name}:{name.capitalize()}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.chdir(tmp_path)
+
+    return install

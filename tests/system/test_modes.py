@@ -189,15 +189,8 @@ class Late(TransformersEngine):
 
 
 @pytest.fixture
-def late(tmp_path, monkeypatch):
-    """An engine of a package of its own, found by its entry point."""
-    (tmp_path / "late.py").write_text(LATE)
-    about = tmp_path / "late-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[asyncflow.infer]\nlate = late:Late\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def late(engine):
+    engine("late", LATE)
 
 
 @pytest.mark.usefixtures("late")

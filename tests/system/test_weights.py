@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from asyncflow import Flow
@@ -32,6 +33,46 @@ def test_a_run_gets_its_weights_over_each_channel(pipeline, channel):
     ledger = json.loads((folder / "summary.json").read_text())["ledger"]
     assert ledger["done"] == 3 * ROWS
     assert not (folder / "weights").exists()
+
+
+LOSSY = """
+import os
+from pathlib import Path
+from asyncflow.backends.infer.transformers import TransformersEngine
+from asyncflow.weights.file import FileOffer, FileReceiver
+
+load = FileReceiver.load
+
+
+def losing(self, offer, held, deadline):
+    found = FileOffer.decode(offer)
+    if found.version == 3:
+        Path(found.path).unlink(missing_ok=True)
+    if found.version == 4:
+        os.truncate(found.path, 2000)
+    return load(self, offer, held, deadline)
+
+
+FileReceiver.load = losing
+Lossy = TransformersEngine
+"""
+
+
+def test_a_run_goes_on_without_versions_that_are_lost_or_damaged_on_their_way(pipeline, engine):
+    engine("lossy", LOSSY)
+    changes = {**SHORT, "train": {"steps": 8}, "rollout": {"backend": "lossy"}, "output": {"samples_every": 1}}
+    folder = Flow.from_yaml(pipeline(**changes)).start().wait(300).folder
+    steps = [record for record in timeless(folder) if record["kind"] == "step"]
+    assert len(steps) == 8
+    assert 1 <= sum(step["weights_given_up"] for step in steps) <= 2, "one that is published late may be skipped"
+    assert all(step["staleness_max"] <= 1 for step in steps)
+    made = {version for row in rows(folder) for version in row["versions"]}
+    assert not made & {3, 4}
+    assert max(made) >= 5, "it has the newer ones"
+
+
+def rows(folder: Path) -> list[dict[str, list[int]]]:
+    return [row for path in (folder / "samples").glob("*.parquet") for row in pq.read_table(path).to_pylist()]
 
 
 def test_a_trainer_that_is_killed_leaves_no_shared_memory(pipeline):
