@@ -171,7 +171,7 @@ class Mortal(TransformersEngine):
         for finished in super().results(keys):
             for one in finished:
                 yield [one]
-                if Path("mortal").exists() and self.version == int(Path("mortal").read_text()):
+                if Path("mortal").exists() and self.version >= int(Path("mortal").read_text()):
                     Path("mortal").unlink()
                     die()
 """
