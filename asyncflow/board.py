@@ -79,7 +79,7 @@ class Board:
     steps: Counter[str] = field(default_factory=Counter)
     """Optimizer steps by table."""
     served: Counter[str] = field(default_factory=Counter)
-    """Rows of the train table that each stage has finished."""
+    """Rows of the train table that each stage has finished, and not dropped."""
     logged: int = 0
     """Steps on the train table that are through: the trainer's time on them is known, too."""
     trained: int = 0
@@ -269,6 +269,7 @@ class Board:
     def _drop(self, event: Dropped) -> None:
         if event.table != "train":
             return
+        self.served[event.stage] -= len(event.groups)
         if event.stage == "train":
             self.discarded += len(event.groups)
         if event.reason == REQUEUED:

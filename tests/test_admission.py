@@ -4,7 +4,8 @@ import pytest
 
 from asyncflow.admission import Admission
 from asyncflow.board import Board
-from asyncflow.config.model import Data, Model, Pipeline, Reward, Train
+from asyncflow.config.model import Data, Model, Pipeline, Reward
+from asyncflow.config.training import Train
 from asyncflow.data.draws import Draws
 from asyncflow.data.order import Order
 from asyncflow.execute.messages import Applied, Dropped, Published, Stepped, Worked

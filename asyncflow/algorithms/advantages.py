@@ -17,9 +17,10 @@ Std = Literal["unbiased", "biased"]
 
 
 class _Groups(NamedTuple):
-    """Each entry belongs to a row: its distance from its group's mean, the group's sum of squares, its size."""
+    """Each entry belongs to a row: its distance from its group's mean, and that mean, sum of squares and size."""
 
     centred: Tensor
+    mean: Tensor
     squares: Tensor
     size: Tensor
 
@@ -31,19 +32,25 @@ class _Groups(NamedTuple):
         return torch.where(std > NO_SIGNAL, advantage, torch.zeros_like(advantage))
 
 
-def _grouped(rewards: Tensor, groups: Tensor) -> _Groups:
-    if rewards.ndim != 1 or rewards.shape != groups.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be of one length")
+def check_finite(rewards: Tensor) -> None:
+    """Refuse rewards (N,) of which one is NaN or infinite: it would reach the advantages of others."""
     wrong = (~torch.isfinite(rewards)).nonzero()
     if len(wrong):
         position = int(wrong[0])
         raise ValueError(f"reward at position {position} is {float(rewards[position])}; rewards must be finite")
+
+
+def _grouped(rewards: Tensor, groups: Tensor) -> _Groups:
+    if rewards.ndim != 1 or rewards.shape != groups.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be of one length")
+    check_finite(rewards)
     rewards = rewards.double()
     _, group, size = torch.unique(groups, return_inverse=True, return_counts=True)
     sums = torch.zeros(len(size), dtype=torch.float64, device=rewards.device)
-    centred = rewards - (sums.index_add(0, group, rewards) / size)[group]
+    mean = (sums.index_add(0, group, rewards) / size)[group]
+    centred = rewards - mean
     squares = sums.index_add(0, group, centred**2)
-    return _Groups(centred, squares[group], size[group])
+    return _Groups(centred, mean, squares[group], size[group])
 
 
 def grpo(rewards: Tensor, groups: Tensor, std: Std = "unbiased") -> Tensor:
@@ -66,5 +73,21 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     return group.signal(group.centred * group.size / others, group.std("unbiased"))
 
 
-ADVANTAGES: Mapping[str, Callable[..., Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def maxrl(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A = (R - mean) / mean, 0 where the mean is not above 0 (Tajwar et al. 2026, arXiv:2602.02710).
+
+    Made for rewards of 0 and 1, whose mean is the share of successes. A negative mean would turn every sign round.
+    """
+    group = _grouped(rewards, groups)
+    succeeds = group.mean > NO_SIGNAL
+    advantage = torch.where(succeeds, group.centred / torch.where(succeeds, group.mean, 1.0), 0.0)
+    return group.signal(advantage, group.std("unbiased"))
+
+
+def signal(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return, bool (N,), whether a row's group says anything: its standard deviation is above `NO_SIGNAL`."""
+    return _grouped(rewards, groups).std("unbiased") > NO_SIGNAL
+
+
+ADVANTAGES: Mapping[str, Callable[..., Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "maxrl": maxrl}
 """By the name that `options.Algorithm.advantage` holds; `grpo` alone takes `std`."""

@@ -9,28 +9,32 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from asyncflow.algorithms.masked import masked
-
-_MAX_EXPONENT = 20.0
-
-
-def _distance(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    return masked(logprobs, mask) - masked(ref_logprobs.detach(), mask)
+from asyncflow.algorithms.ratio import MAX_LOG_RATIO, held, log_ratio
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """d: unbiased, of either sign."""
-    return _distance(logprobs, ref_logprobs, mask)
+    return log_ratio(logprobs, ref_logprobs, mask)
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """d² / 2: biased, never negative; its gradient is that of the divergence."""
-    return _distance(logprobs, ref_logprobs, mask) ** 2 / 2
+    return log_ratio(logprobs, ref_logprobs, mask) ** 2 / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased and never negative; the exponent is held at 20 so that it stays finite."""
-    distance = _distance(logprobs, ref_logprobs, mask)
-    return (-distance).clamp(max=_MAX_EXPONENT).expm1() + distance
+    distance = log_ratio(logprobs, ref_logprobs, mask)
+    return (-distance).clamp(max=MAX_LOG_RATIO).expm1() + distance
 
 
 KL: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def unbiased(tokens: Tensor, logprobs: Tensor, behaviour: Tensor, mask: Tensor) -> Tensor:
+    """Weight an estimate (B, R) of tokens that another policy sampled with r = exp(logprobs - behaviour).
+
+    The gradient goes through r and through the estimate: only so is it that of the divergence (for k1 and k3), in
+    expectation over the behaviour's tokens. The behaviour gets none. DeepSeek-AI 2025, arXiv:2512.02556.
+    """
+    return held(log_ratio(logprobs, behaviour, mask)).exp() * masked(tokens, mask)

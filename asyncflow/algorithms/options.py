@@ -1,72 +1,173 @@
-"""Which options each algorithm reads, and with which defaults; free of torch, so that a file can be checked without it.
+"""Recipes, and which options have an effect; free of torch, so that a file can be checked without it.
 
-An option that was given but would have no effect is a mistake of the user's: `unused` says which and why.
+A recipe is a named set of values for options that all recipes share: advantage and loss are two of them. An option
+that was given but has no effect, because of what others are, is a mistake of the user's: `unused` says which and why.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+Value = object
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """A named choice of advantage, and what it reads of the section `train`."""
-
-    name: str
-    advantage: str
-    """Name of the function in `asyncflow.algorithms.advantages`."""
-    defaults: Mapping[str, object]
-    """Value of each option that it uses, where the user gives none."""
-
-    @property
-    def uses(self) -> frozenset[str]:
-        """Names of the options that it reads."""
-        return frozenset(self.defaults)
-
-
-_POLICY: Mapping[str, object] = {
+BASE: Mapping[str, Value] = {
+    "advantage": "grpo",
+    "std": "unbiased",
+    "gamma": 1.0,
+    "gae_lambda": 1.0,
+    "whiten": False,
+    "distill_coef": 0.0,
+    "loss": "ppo",
     "clip_low": 0.2,
     "clip_high": 0.2,
+    "dual_clip": None,
     "kl_coef": 0.0,
     "kl": "k3",
+    "kl_in": "loss",
+    "kl_unbiased": False,
     "entropy_coef": 0.0,
     "aggregate": "token-mean",
     "aggregate_length": None,
+    "filters": {},
+    "dynamic_sampling": 0,
+    "overlong": 0.0,
+    "off_policy": "none",
+    "off_policy_level": "token",
+    "off_policy_low": 0.0,
+    "off_policy_high": 2.0,
+    "off_policy_metric": "ratio",
+    "off_policy_reduce": "token",
+}
+"""Every option of an algorithm, and its value where neither the recipe nor the user gives one."""
+
+RECIPES: Mapping[str, Mapping[str, Value]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregate": "seq-mean-token-sum-norm"},
+    "dapo": {"clip_high": 0.28, "dynamic_sampling": 10, "overlong": 0.2},
+    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "seq-mean-token-mean"},
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "rloo": {"advantage": "rloo"},
+    "maxrl": {"advantage": "maxrl"},
+    "reinforce++": {"advantage": "reinforce++", "whiten": True, "kl_in": "reward", "kl": "k1"},
+    "reinforce++-baseline": {"advantage": "reinforce++-baseline", "whiten": True, "kl_in": "reward", "kl": "k2"},
+    "ppo": {"advantage": "gae", "whiten": True, "gae_lambda": 0.95, "kl_in": "reward", "kl": "k1"},
+    "opd": {"advantage": "none", "loss": "pg", "distill_coef": 1.0},
+}
+"""What each recipe has of its own. Papers: docs/algorithms.md."""
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++-baseline", "gae", "none")
+LOSSES = ("ppo", "gspo", "gspo-token", "cispo", "pg")
+BY_GROUP = frozenset({"grpo", "dr_grpo", "rloo", "maxrl", "reinforce++-baseline"})
+"""Advantages that compare the responses of a group."""
+BY_TOKEN = frozenset({"reinforce++", "reinforce++-baseline", "gae"})
+"""Advantages that differ from token to token; so does every other that is whitened or distilled."""
+CORRECTIONS = ("decoupled", "tis", "icepop", "reject", "a3po")
+"""Ways to make up for what another version or another engine made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """An option has an effect only where another has one of some values."""
+
+    other: str
+    values: tuple[Value, ...] = ()
+    not_zero: bool = False
+    own: bool = False
+    """A function of the user's, named by its import path, will do as well."""
+
+    def met(self, options: Mapping[str, Value]) -> bool:
+        value = options[self.other]
+        return bool(value) if self.not_zero else value in self.values or (self.own and is_path(value))
+
+    def why(self, options: Mapping[str, Value]) -> str:
+        if self.not_zero:
+            return f"has no effect while {self.other} is 0"
+        return f"is not used by {self.other} {options[self.other]}, only by {', '.join(map(str, self.values))}"
+
+
+_CLIP = (_Needs("loss", LOSSES[:-1], own=True), _Needs("off_policy", ("none", "a3po")))
+_KL = _Needs("kl_coef", not_zero=True)
+_NEEDS: Mapping[str, tuple[_Needs, ...]] = {
+    "std": (_Needs("advantage", ("grpo",)),),
+    "gamma": (_Needs("advantage", ("reinforce++", "gae")),),
+    "gae_lambda": (_Needs("advantage", ("gae",)),),
+    "clip_low": _CLIP,
+    "clip_high": _CLIP,
+    "dual_clip": (_Needs("loss", ("ppo",)),),
+    "kl": (_KL,),
+    "kl_in": (_KL,),
+    "kl_unbiased": (_KL, _Needs("kl_in", ("loss",))),
+    "aggregate_length": (_Needs("aggregate", ("seq-mean-token-sum-norm",)),),
+    "off_policy_level": (_Needs("off_policy", ("tis",)),),
+    "off_policy_low": (_Needs("off_policy", ("tis", "icepop", "reject")),),
+    "off_policy_high": (_Needs("off_policy", CORRECTIONS),),
+    "off_policy_metric": (_Needs("off_policy", ("reject",)),),
+    "off_policy_reduce": (_Needs("off_policy", ("reject",)),),
 }
 
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "grpo": Algorithm("grpo", "grpo", {**_POLICY, "std": "unbiased"}),
-    "dr_grpo": Algorithm("dr_grpo", "dr_grpo", {**_POLICY, "aggregate": "seq-mean-token-sum-norm"}),
-    "rloo": Algorithm("rloo", "rloo", _POLICY),
-}
 
-OPTIONS: frozenset[str] = frozenset[str]().union(*(algorithm.uses for algorithm in ALGORITHMS.values()))
-"""Every option that some algorithm reads."""
+def resolve(algorithm: str, given: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the value of every option: what was given, else the recipe's, else the common one."""
+    own = {**BASE, **RECIPES[algorithm]}
+    return {name: given.get(name, default) for name, default in own.items()}
 
 
-def resolve(algorithm: str, given: Mapping[str, object]) -> dict[str, object]:
-    """Return the value of every option that the algorithm uses: what was given, else its default."""
-    defaults = ALGORITHMS[algorithm].defaults
-    return {name: given.get(name, default) for name, default in defaults.items()}
-
-
-def unused(algorithm: str, given: Mapping[str, object]) -> list[str]:
-    """Return a line for each given option without effect; names that no algorithm reads are passed over."""
+def unused(algorithm: str, given: Mapping[str, Value]) -> list[str]:
+    """Return a line for each given option without effect; names that are no options are passed over."""
     options = resolve(algorithm, given)
-    lines = []
-    for name in given:
-        if name in OPTIONS and name not in options:
-            users = ", ".join(sorted(other.name for other in ALGORITHMS.values() if name in other.uses))
-            lines.append(f"{name} is not used by {algorithm}, only by {users}")
-        elif name == "kl" and options["kl_coef"] == 0:
-            lines.append("kl has no effect while kl_coef is 0")
-        elif name == "aggregate_length" and options["aggregate"] != "seq-mean-token-sum-norm":
-            lines.append(
-                f"aggregate_length is not used by aggregate {options['aggregate']}, only by seq-mean-token-sum-norm"
-            )
-    return lines
+    found = ((name, need) for name in given for need in _NEEDS.get(name, ()) if not need.met(options))
+    reasons: dict[str, str] = {}
+    for name, need in found:
+        reasons.setdefault(name, f"{name} {need.why(options)}")
+    return list(reasons.values())
 
 
-def reads(options: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the columns that the policy loss reads beside tokens and mask."""
-    reference = ("ref_logprobs",) if options["kl_coef"] != 0 else ()
-    return ("advantage", "rollout_logprobs", *reference)
+def is_path(value: Value) -> bool:
+    """Whether a value names a function of the user's: `module:function` or `file.py:function`."""
+    return isinstance(value, str) and ":" in value
+
+
+def by_token(options: Mapping[str, Value]) -> bool:
+    """Whether each token has an advantage of its own."""
+    return options["advantage"] in BY_TOKEN or bool(options["whiten"]) or bool(options["distill_coef"])
+
+
+def kl_in_reward(options: Mapping[str, Value]) -> bool:
+    """Whether the distance from the reference is taken off the reward."""
+    return bool(options["kl_coef"]) and options["kl_in"] == "reward"
+
+
+def scores(options: Mapping[str, Value]) -> tuple[str, ...]:
+    """Return the columns that the advantage is made of, beside the reward."""
+    needs = {
+        "response_mask": by_token(options) or kl_in_reward(options) or bool(options["overlong"]),
+        "rollout_logprobs": kl_in_reward(options) or bool(options["distill_coef"]),
+        "ref_logprobs": kl_in_reward(options),
+        "values": options["advantage"] == "gae",
+        "teacher_logprobs": bool(options["distill_coef"]),
+    }
+    return tuple(name for name, needed in needs.items() if needed)
+
+
+def reads(options: Mapping[str, Value]) -> tuple[str, ...]:
+    """Return the columns that the policy loss reads beside tokens and mask.
+
+    The trainer makes `ages` of `versions`, and `truncated` of `finish`.
+    """
+    needs = {
+        "ref_logprobs": bool(options["kl_coef"]) and options["kl_in"] == "loss",
+        "ages": options["off_policy"] == "a3po",
+        "truncated": "finished" in filter_names(options),
+    }
+    return ("advantage", "rollout_logprobs", *(name for name, needed in needs.items() if needed))
+
+
+def filter_names(options: Mapping[str, Value]) -> frozenset[str]:
+    """Return the names of all filters, of whichever part of the loss."""
+    filters = cast("Mapping[str, Sequence[str]]", options["filters"])
+    return frozenset(name for names in filters.values() for name in names)
+
+
+def whole(options: Mapping[str, Value]) -> bool:
+    """Whether the gradient of a step can begin only when all of its rows are there."""
+    return bool(options["whiten"]) or bool(filter_names(options))

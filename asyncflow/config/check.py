@@ -4,12 +4,12 @@ Nothing is imported or read here but names: files and modules are looked for, th
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from asyncflow.algorithms.options import unused
+from asyncflow.algorithms.options import ADVANTAGES, BY_GROUP, LOSSES, is_path, unused
 from asyncflow.config import importing
 from asyncflow.config.document import Route
 from asyncflow.config.model import Pipeline
@@ -216,8 +216,28 @@ def _algorithm(pipeline: Pipeline) -> Iterator[Problem]:
     given = {name: getattr(train, name) for name in sorted(train.model_fields_set)}
     for line in unused(train.algorithm, given):
         name, _, why = line.partition(" ")
-        route = ("train", name) if name in given else ("train",)
-        yield Problem(route, why if name in given else line, (("train", "algorithm"), ("train", "aggregate")), at="key")
+        yield Problem(("train", name), why, (("train", "algorithm"), ("train", "aggregate")), at="key")
+    yield from _named(("train", "advantage"), train.advantage, ADVANTAGES)
+    yield from _named(("train", "loss"), train.loss, LOSSES)
+    for part in train.filters:
+        coefficient = f"{part}_coef"
+        if part != "policy" and not getattr(train, coefficient):
+            why = f"has no effect while {coefficient} is 0"
+            yield Problem(("train", "filters", part), why, (("train", coefficient),), at="key")
+    if train.off_policy_low >= train.off_policy_high:
+        why = f"{train.off_policy_low:g} is not below off_policy_high {train.off_policy_high:g}"
+        yield Problem(("train", "off_policy_low"), why, (("train", "off_policy_high"),))
+    if train.dynamic_sampling and train.group_size > 1 and train.advantage not in BY_GROUP and not train.distill_coef:
+        why = f"advantage {train.advantage} compares no responses of a group: leave it out"
+        yield Problem(("train", "dynamic_sampling"), why, (("train", "advantage"),), at="key")
+
+
+def _named(route: Route, name: str, known: Sequence[str]) -> Iterator[Problem]:
+    if is_path(name):
+        if fault := importing.fault(name):
+            yield Problem(route, fault)
+    elif name not in known:
+        yield Problem(route, f"unknown {name!r}{hint(name, known)}, or `module:function` of your own")
 
 
 def _schedule(pipeline: Pipeline) -> Iterator[Problem]:

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from asyncflow.config.check import Problem
 from asyncflow.config.document import Route, dotted
-from asyncflow.config.model import Pipeline, Section
+from asyncflow.config.fields import Section
+from asyncflow.config.model import Pipeline
 from asyncflow.config.names import foreign, nearest
 
 

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from asyncflow.config import explain
 from asyncflow.config.check import Problem, check
 from asyncflow.config.document import Document, Fault, Place, Route, dotted, parse
+from asyncflow.config.fields import Section
 from asyncflow.config.importing import anchor, missing
-from asyncflow.config.model import Pipeline, Section
+from asyncflow.config.model import Pipeline
 from asyncflow.config.sources import FILE_SCHEMES, scheme
 from asyncflow.errors import ConfigError
 
@@ -230,7 +231,8 @@ def _anchor(merged: Document) -> None:
         _rewrite(merged, route, _anchored_path)
     for route in (("data", "source"), ("eval", "source")):
         _rewrite(merged, route, _anchored_source)
-    _rewrite(merged, ("reward", "fn"), anchor)
+    for route in (("reward", "fn"), ("train", "advantage"), ("train", "loss")):
+        _rewrite(merged, route, anchor)
     stages = merged.tree.get("stages")
     for number in range(len(stages) if isinstance(stages, list) else 0):
         _rewrite(merged, ("stages", number, "fn"), anchor)

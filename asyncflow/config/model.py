@@ -4,70 +4,25 @@ Nothing here loads torch, an engine or the data; the model knows which values ar
 knows which values go together, and `load` turns files and overrides into it.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema, model_validator
+from pydantic import Field
 
-from asyncflow.algorithms.options import ALGORITHMS
-
-
-def _whole(value: object) -> object:
-    """Take 1e3 for the whole number that it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-# Strict: neither the text "3" nor true is a number, and neither 1 nor the text "yes" is true.
-Flag = Annotated[bool, Strict()]
-Int = Annotated[int, BeforeValidator(_whole), Strict()]
-Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-PositiveInt = Annotated[Int, Field(ge=1)]
-Count = Annotated[Int, Field(ge=0)]
-Positive = Annotated[Float, Field(gt=0)]
-NonNegative = Annotated[Float, Field(ge=0)]
-Unit = Annotated[Float, Field(gt=0, le=1)]
-Aggregate = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-# As in `asyncflow.types`, which brings numpy.
-OnStale = Literal["mask", "drop", "requeue", "wait"]
-OnOutcome = Literal["drop", "zero", "retry", "error"]
-Share = Annotated[Float, Field(ge=0, lt=1)]
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError("expected a duration such as 5s, 500ms or 2m")
-    text = str(value).strip()
-    units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-    for unit in ("ms", "s", "m", "h"):
-        if text.endswith(unit):
-            text, scale = text.removesuffix(unit), units[unit]
-            break
-    else:
-        scale = 1.0
-    try:
-        seconds = float(text) * scale
-    except ValueError:
-        raise ValueError("expected a duration such as 5s, 500ms or 2m") from None
-    if not 0 < seconds < 1e7:
-        raise ValueError("expected a duration above zero and below 115 days")
-    return seconds
-
-
-Seconds = Annotated[
-    float,
-    BeforeValidator(_seconds),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "exclusiveMinimum": 0},
-                {"type": "string", "pattern": r"^\s*[0-9.]+([eE][-+]?[0-9]+)?\s*(ms|s|m|h)?\s*$"},
-            ]
-        }
-    ),
-]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+from asyncflow.config.fields import (
+    Count,
+    Flag,
+    Float,
+    Int,
+    NonNegative,
+    OnOutcome,
+    OnStale,
+    Positive,
+    PositiveInt,
+    Seconds,
+    Section,
+    Unit,
+)
+from asyncflow.config.training import Train, Warmup
 
 
 class Model(Section):
@@ -121,19 +76,6 @@ class Eval(Section):
     """A response counts as correct when its reward is at least this."""
 
 
-class Warmup(Section):
-    """Supervised training on prompt and answer before reinforcement learning begins."""
-
-    steps: PositiveInt
-    """Optimizer steps."""
-    rows_per_step: PositiveInt = 64
-    """Examples in each step."""
-    lr: Positive = 1e-3
-    """Peak learning rate of the warm-up, under the schedule of `train`."""
-    answers: Annotated[list[str], Field(min_length=1)] | None = None
-    """Templates of demonstrated answers, one drawn for each example; by default `data.answer` alone."""
-
-
 class Rollout(Section):
     """How responses are generated."""
 
@@ -177,72 +119,6 @@ class Reward(Section):
     """Processes that score; one that hangs is killed and replaced."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function."""
-
-
-class Train(Section):
-    """How the policy is trained."""
-
-    backend: str = "torch"
-    """Training engine: `torch`, `emulated`, or one registered under the entry point group `asyncflow.train`."""
-    algorithm: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Names the advantage and its defaults; an option that it does not use is refused."""
-    data_parallel: PositiveInt = 1
-    """Processes of the training engine, each with a whole model and a share of every step's rows."""
-    group_size: PositiveInt = 8
-    """Responses to each prompt."""
-    prompts_per_step: PositiveInt | None = None
-    """Prompts in one optimizer step; by default 32, or `rows_per_step / group_size`."""
-    rows_per_step: PositiveInt | None = None
-    """Instead of `prompts_per_step`: responses in one optimizer step, a multiple of `group_size`."""
-    steps: PositiveInt = 100
-    """Optimizer steps of reinforcement learning."""
-    lr: Positive = 1e-6
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after `lr_warmup` steps; linear and cosine end at zero."""
-    lr_warmup: Count = 0
-    """Steps over which the learning rate rises from zero."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """AdamW's decay rates."""
-    eps: Positive = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
-    max_grad_norm: Positive = 1.0
-    """Gradients are scaled down to this global norm."""
-    token_budget: PositiveInt = 8192
-    """Most tokens, padding included, in one micro-batch."""
-    clip_low: Annotated[Float, Field(gt=0, lt=1)] = 0.2
-    """The probability ratio is clipped below at 1 - this."""
-    clip_high: Positive = 0.2
-    """The probability ratio is clipped above at 1 + this."""
-    kl_coef: NonNegative = 0.0
-    """Weight of the KL divergence from the reference model in the loss; 0 needs no reference."""
-    kl: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus."""
-    aggregate: Aggregate = "token-mean"
-    """How token losses become one number; `dr_grpo` takes `seq-mean-token-sum-norm` by default."""
-    aggregate_length: PositiveInt | None = None
-    """The constant length of `seq-mean-token-sum-norm`; by default `rollout.max_response_tokens`."""
-    reward: str = "reward"
-    """Column that the advantage is computed from: `reward`, or one that a stage of your own writes."""
-    std: Literal["unbiased", "biased"] = "unbiased"
-    """Which standard deviation normalises a group (GRPO)."""
-    options: dict[str, Any] = {}
-    """Passed on to the engine."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _own_defaults(cls, given: Any) -> Any:
-        """Fill in the defaults of the algorithm where they differ from those of the fields."""
-        algorithm = ALGORITHMS.get(given.get("algorithm", "grpo")) if isinstance(given, dict) else None
-        if algorithm is None:
-            return given
-        known = {name: cls.model_fields[name].default for name in algorithm.defaults if name in cls.model_fields}
-        own = {name: algorithm.defaults[name] for name in known if algorithm.defaults[name] != known[name]}
-        return {**own, **given}
 
 
 class Weights(Section):

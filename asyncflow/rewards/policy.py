@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncflow.config.model import OnOutcome
+from asyncflow.config.fields import OnOutcome
 from asyncflow.config.model import Reward as RewardConfig
 from asyncflow.errors import RewardError
 from asyncflow.rewards.outcome import Outcome, Status

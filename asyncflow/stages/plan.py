@@ -9,6 +9,7 @@ many at once, and the trainer group by group until a step is full.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from asyncflow.algorithms.options import by_token, filter_names, kl_in_reward, scores
 from asyncflow.backends import names
 from asyncflow.backends.costs import InferCosts, TrainCosts
 from asyncflow.config.importing import resolve
@@ -135,10 +136,15 @@ def _reference(config: Pipeline) -> StageSpec:
 
 
 def _advantage(config: Pipeline) -> StageSpec:
+    options = config.train.algorithm_options
+    token = "list<float32>"
+    writes = {"advantage": token if by_token(options) else "float64"}
+    if config.train.advantage == "gae":
+        writes["returns"] = token
     return StageSpec(
         "advantage",
-        (config.train.reward,),
-        {"advantage": "float64"},
+        (config.train.reward, *scores(options)),
+        writes,
         build="asyncflow.stages.advantage:Advantage",
         host="trainer",
         replicas=config.train.data_parallel,
@@ -149,10 +155,14 @@ def _advantage(config: Pipeline) -> StageSpec:
 def _train(config: Pipeline) -> list[StageSpec]:
     reads = ["prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs", "versions"]
     reads += [*REWARD_COLUMNS, "advantage"]
+    options = config.train.algorithm_options
+    if "finished" in filter_names(options):
+        reads.append("finish")
     stages = [_source("train", PROMPT_COLUMNS), _rollout(config, "train"), _reward(config, "train")]
     if config.train.kl_coef > 0:
         stages.append(_reference(config))
-        reads.append("ref_logprobs")
+        if not kl_in_reward(options):
+            reads.append("ref_logprobs")
     stages.append(_advantage(config))
     stages += _with_own([_own(stage, _ready(config, groups=True)) for stage in config.stages], stages, config, reads)
     if config.output.samples_every:

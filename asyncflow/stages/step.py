@@ -5,7 +5,7 @@ A rank of several holds a share of each group; what concerns the step as a whole
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.algorithms.aggregate import Denominators, denominators
+from asyncflow.algorithms.report import Report
 from asyncflow.execute.messages import Metric
 from asyncflow.rewards.outcome import UNUSUAL
 from asyncflow.storage import Batch
@@ -38,7 +39,8 @@ class Trained(msgspec.Struct):
     rewards: list[float] = []
     outcomes: list[str] = []
     """How scoring ended."""
-    advantages: list[float] = []
+    signals: list[bool] = []
+    """Whether any of its advantages is not 0."""
     prompts: list[int] = []
     """Prompt tokens."""
     responses: list[int] = []
@@ -53,7 +55,7 @@ class Trained(msgspec.Struct):
     """Response tokens of each row that was too old."""
     stale_tokens: int = 0
     """How many tokens left the loss."""
-    report: Mapping[str, float] = {}
+    report: Report = {}
 
     @property
     def denominators(self) -> Denominators:
@@ -85,7 +87,7 @@ class Share:
         said.groups += batch["group_id"].array.tolist()
         said.rewards += batch["reward"].array.tolist()
         said.outcomes += batch["reward_outcome"].strings()
-        said.advantages += batch["advantage"].array.tolist()
+        said.signals += _signals(batch["advantage"])
         said.prompts += batch["prompt_tokens"].lengths.tolist()
         said.responses += batch["response_tokens"].lengths.tolist()
         said.ages += ages.tolist()
@@ -110,7 +112,7 @@ class Share:
         self._held.clear()
         return whole
 
-    def said(self, report: Mapping[str, float]) -> Trained:
+    def said(self, report: Report) -> Trained:
         """Return what the other ranks are to hear of this share."""
         self._said.report = report
         return self._said
@@ -123,7 +125,7 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, Metric]:
     found: dict[str, Metric] = {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "advantage_zero_share": float((_all(each.advantages for each in said) == 0).mean()),
+        "advantage_zero_share": float((_all(each.signals for each in said) == 0).mean()),
         "response_tokens_mean": float(responses.mean()),
         "response_tokens_max": float(responses.max(initial=0)),
         "rows": float(len(rewards)),
@@ -146,6 +148,16 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, Metric]:
         # What a policy prefers shows in how long these were.
         found["stale_response_tokens_mean"] = float(lengths.mean()) if len(lengths) else 0.0
     return found
+
+
+def _signals(advantages: Column) -> list[bool]:
+    """Return which rows have an advantage that is not 0, whether each has one or one for each token."""
+    found = advantages.values != 0
+    if advantages.offsets is not None:
+        owner = np.repeat(np.arange(len(advantages)), advantages.lengths)
+        found = np.bincount(owner[found], minlength=len(advantages)) > 0
+    signals: list[bool] = found.tolist()
+    return signals
 
 
 def _all(parts: Iterable[Sequence[float]]) -> Float64s:

@@ -2,8 +2,9 @@
 
 Rows go into the gradient as they come, as soon as they fill a micro-batch; when the step is full its gradient is
 divided by the denominators of all of its rows, so that neither the token budget, nor the order of the rows, nor the
-number of ranks changes it. Every row's staleness is judged here, where it is consumed, by the version that the step
-begins with. New weights are published as soon as they exist.
+number of ranks changes it. Where the loss must know all rows first (`gradient`), they wait for each other. Every
+row's staleness is judged here, where it is consumed, by the version that the step begins with. New weights are
+published as soon as they exist.
 
 In phases a batch is a whole step. Otherwise it is a group or a few; what is too old leaves as `on_stale` says, and
 others come for it.
@@ -23,9 +24,10 @@ import numpy.typing as npt
 
 from asyncflow import checkpoint
 from asyncflow.algorithms.aggregate import UNDIVIDED, Denominators
-from asyncflow.algorithms.loss import policy_loss
-from asyncflow.algorithms.options import ALGORITHMS, reads
+from asyncflow.algorithms.loss import PolicyLoss, policy_loss
+from asyncflow.algorithms.options import is_path, reads, whole
 from asyncflow.algorithms.schedule import learning_rate
+from asyncflow.config.importing import resolve
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.errors import WeightsError
 from asyncflow.execute.messages import (
@@ -43,6 +45,7 @@ from asyncflow.execute.messages import (
     Traced,
 )
 from asyncflow.stage import Context, Done, Drop, Rows
+from asyncflow.stages.gradient import divided, whitened
 from asyncflow.stages.step import Arrived, Share, Trained, describe
 from asyncflow.stages.trainer import Trainer, done
 from asyncflow.staleness import check, gate, waited
@@ -68,9 +71,10 @@ class Train:
         self._share = Share()
         self._writing = ThreadPoolExecutor(1, "asyncflow-save")
         self._trained: deque[tuple[int, ...]] = deque(maxlen=max(_RECENT, context.config.staleness + 2))
-        train = context.config.train
-        self._options = {name: getattr(train, name) for name in ALGORITHMS[train.algorithm].uses}
-        self._loss = policy_loss(self._options, UNDIVIDED, context.config.rollout.max_response_tokens)
+        options = context.config.train.algorithm_options
+        self._reads, self._whole = reads(options), whole(options)
+        own = resolve(context.config.train.loss) if is_path(options["loss"]) else None
+        self._loss = policy_loss(options, UNDIVIDED, context.config.rollout.max_response_tokens, own)
 
     def process(self, batch: Batch) -> Iterator[Rows | Drop | Done]:
         config, share = self._context.config, self._share
@@ -79,8 +83,8 @@ class Train:
             yield from drops
             if len(share.groups) >= config.prompts_per_step:
                 yield from self._finish()
-            elif tokens >= config.train.token_budget:
-                self._add()
+            elif tokens >= config.train.token_budget and not self._whole:
+                self._add(self._share.release(), self._loss)
 
     def _judge(self, batch: Batch) -> tuple[list[Drop], int]:
         """Take the rows that may be trained by the version at hand.
@@ -109,10 +113,21 @@ class Train:
         left = np.flatnonzero(~gone)
         check(batch["row"].array[left], verdict.ages[left], config.staleness)
         rows = batch if not verdict.stale.size else batch.with_columns({"response_mask": verdict.mask})
-        rows = rows.take(left) if gone.any() else rows
+        rows = self._made(rows.take(left) if gone.any() else rows, version)
         ages = waited(rows["versions"], rows["response_mask"], version)
         self._share.take(rows, verdict.ages[left], ages)
         return self._drops(batch, gone, requeue=policy == "requeue"), max(each.tokens for each in said)
+
+    def _made(self, rows: Batch, version: Version) -> Batch:
+        """Add what the loss reads and no stage has written."""
+        columns = {}
+        if "ages" in self._reads:
+            stamps = rows["versions"]
+            assert stamps.offsets is not None
+            columns["ages"] = Column.ragged(version - stamps.values, stamps.offsets, stamps.dtype)
+        if "truncated" in self._reads:
+            columns["truncated"] = Column.of("float32", [each == "length" for each in rows["finish"].strings()])
+        return rows.with_columns(columns) if columns else rows
 
     def _drops(self, batch: Batch, gone: npt.NDArray[np.bool_], *, requeue: bool) -> list[Drop]:
         """Say of what leaves, why: a group that was not begun anew too often yet, is."""
@@ -122,17 +137,20 @@ class Train:
         parts = ((again, REQUEUED), (gone & ~again, STALE))
         return [Drop(np.flatnonzero(rows), reason) for rows, reason in parts if rows.any()]
 
-    def _add(self) -> bool:
-        """Bring what is held back into the gradient; False if the run was stopped half-way."""
-        rows = self._share.release()
-        return rows is None or self.trainer.add(rows, reads(self._options), self._loss, self._context)
+    def _add(self, rows: Batch | None, loss: PolicyLoss) -> bool:
+        """Bring what was held back into the gradient; False if the run was stopped half-way."""
+        return rows is None or self.trainer.add(rows, self._reads, loss, self._context)
 
     def _finish(self) -> Iterator[Rows | Done]:
         """Make the step, publish it and say so."""
         config, trainer, share = self._context.config, self.trainer, self._share
         if config.mode == "colocated":
             trainer.engine.wake()
-        if not self._add():
+        rows, loss = share.release(), self._loss
+        if rows is not None and self._whole:
+            rows = whitened(rows, trainer) if config.train.whiten else rows
+            loss = divided(rows, loss, trainer)
+        if not self._add(rows, loss):
             return
         said = trainer.exchange(share.said(trainer.report))
         made = self._optimize(said)
@@ -142,9 +160,9 @@ class Train:
         trainer.publish()
         version = trainer.engine.version
         if not config.phased:
-            rows, ages = np.concatenate(share.rows), np.concatenate(share.ages).astype(np.int32)
-            made_by, mask = np.full(len(rows), version, np.int64), Column.concat(share.masks)
-            yield Rows(rows, {"trained_by": made_by, "staleness": ages, "trained_mask": mask})
+            ids, ages = np.concatenate(share.rows), np.concatenate(share.ages).astype(np.int32)
+            made_by, mask = np.full(len(ids), version, np.int64), Column.concat(share.masks)
+            yield Rows(ids, {"trained_by": made_by, "staleness": ages, "trained_mask": mask})
         groups = tuple(sorted(share.groups))
         self._trained.append(groups)
         yield Done(version)
@@ -158,7 +176,8 @@ class Train:
             self._step, peak=train.lr, schedule=train.schedule, steps=train.steps, warmup=train.lr_warmup
         )
         counted = sum((each.denominators for each in said), Denominators(0, 0))
-        made = self.trainer.step(lr, [each.report for each in said], counted, self._loss.aggregate)
+        share = 1.0 if self._whole else counted.share(self._loss.aggregate)
+        made = self.trainer.step(lr, [each.report for each in said], share)
         if not self._compared and made["logprob_gap_mean"] > LOGPROB_GAP[config.model.dtype]:
             raise WeightsError(
                 f"on the same weights (version {self.trainer.engine.version - 1}) the log-probabilities of trainer "

@@ -1,16 +1,15 @@
 """The training engine that the stages of a process share: what goes into its gradient, and what comes of it."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
 from asyncflow import checkpoint
-from asyncflow.algorithms.aggregate import Aggregate, Denominators
 from asyncflow.algorithms.loss import PolicyLoss, SftLoss
-from asyncflow.algorithms.report import combine, divided, metrics
+from asyncflow.algorithms.report import Report, combine, divided, metrics
 from asyncflow.backends import train_engine
 from asyncflow.backends.base import OptimSpec, Ranks, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
@@ -35,7 +34,7 @@ class Trainer:
     warmups: int = 0
     """Supervised steps so far, those before a checkpoint included."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    _reports: list[Mapping[str, float]] = field(default_factory=list)
+    _reports: list[Report] = field(default_factory=list)
 
     @classmethod
     def of(cls, context: Context) -> "Trainer":
@@ -66,15 +65,12 @@ class Trainer:
         return True
 
     @property
-    def report(self) -> dict[str, float]:
+    def report(self) -> Report:
         """What the losses of the step have reported so far, on this rank."""
         return combine(self._reports)
 
-    def step(
-        self, lr: float, reports: Sequence[Mapping[str, float]], counted: Denominators, how: Aggregate
-    ) -> dict[str, float]:
-        """Divide what was added on all ranks, make the optimizer step, and return its metrics."""
-        share = counted.share(how)
+    def step(self, lr: float, reports: Sequence[Report], share: float = 1.0) -> dict[str, float]:
+        """Multiply what was added on all ranks by `share`, make the optimizer step, and return its metrics."""
         made = self.engine.optim_step(lr, share)
         self._reports.clear()
         return {**metrics(divided(combine(reports), share)), "grad_norm": made.grad_norm, "lr": made.lr}

@@ -1,11 +1,12 @@
 """Warm-up: supervised steps on given answers, on the engine that is then trained by reinforcement."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 
 from asyncflow.algorithms.aggregate import UNDIVIDED, Denominators, denominators
 from asyncflow.algorithms.loss import SftLoss
+from asyncflow.algorithms.report import Report
 from asyncflow.algorithms.schedule import learning_rate
 from asyncflow.execute.messages import Stepped
 from asyncflow.stage import Context, Done
@@ -18,7 +19,7 @@ class Said(msgspec.Struct):
 
     tokens: int
     sequences: int
-    report: Mapping[str, float]
+    report: Report
 
 
 class Warmup:
@@ -41,7 +42,7 @@ class Warmup:
             mine = denominators(mask.values, mask.offsets)
             said = trainer.exchange(Said(mine.tokens, mine.sequences, trainer.report))
             counted = sum((Denominators(each.tokens, each.sequences) for each in said), Denominators(0, 0))
-            made = trainer.step(lr, [each.report for each in said], counted, "token-mean")
+            made = trainer.step(lr, [each.report for each in said], counted.share("token-mean"))
             trainer.warmups += 1
             version = trainer.engine.version
             yield Done(version)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from asyncflow.algorithms.report import Report
 from asyncflow.backends.base import ALONE, Loss, MicroBatch, ModelSpec, OptimSpec, Ranks, StepReport
 from asyncflow.backends.costs import TrainCosts
 from asyncflow.backends.train.cut import cut
@@ -56,7 +57,7 @@ class EmulatedTrainer:
         """Cut rows into micro-batches, as the torch engine does."""
         return cut(batch, token_budget, columns, rows, pad=self._pad, device=torch.device("cpu"))[1]
 
-    def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Mapping[str, float]:
+    def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Report:
         """Take the time of the tokens; reports a loss of 0 on equal log-probabilities."""
         with _taking(self._costs.scale * self._costs.token * float(micro_batch.attention.sum())):
             tokens = float(micro_batch.mask.sum())

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncflow.algorithms.report import Report
 from asyncflow.backends.base import ALONE, Loss, MicroBatch, ModelSpec, OptimSpec, Ranks, Scored, StepReport
 from asyncflow.backends.models import default_device, new_model, read_options
 from asyncflow.backends.train.cut import cut, padded
@@ -84,7 +85,7 @@ class TorchEngine:
     def _nothing(self, batch: Batch, columns: Sequence[str]) -> MicroBatch:
         return padded(batch.take([]), np.empty(0, np.int64), columns, self._spec.pad_token, self._device)
 
-    def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Mapping[str, float]:
+    def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Report:
         """Add the gradient of `loss` and return what it reports."""
         with self._autocast():
             scored = self._score(micro_batch, entropy)

@@ -3,56 +3,108 @@ import sys
 
 import pytest
 
-from asyncflow.algorithms.advantages import ADVANTAGES
-from asyncflow.algorithms.options import ALGORITHMS, OPTIONS, reads, resolve, unused
-from asyncflow.config.model import Train
+from asyncflow.algorithms import options as choices
+from asyncflow.algorithms.advantages import ADVANTAGES as BY_ROW
+from asyncflow.algorithms.filters import FILTERS
+from asyncflow.algorithms.options import ADVANTAGES, BASE, BY_TOKEN, LOSSES, RECIPES, reads, resolve, scores, unused
+from asyncflow.algorithms.policy import POLICIES
+from asyncflow.config.training import Filter, Train
 
 
-def test_every_algorithm_names_an_advantage_that_exists():
-    assert all(algorithm.advantage in ADVANTAGES for algorithm in ALGORITHMS.values())
+def test_every_name_is_that_of_a_function():
+    assert set(LOSSES) == set(POLICIES)
+    assert set(ADVANTAGES) == set(BY_ROW) | BY_TOKEN | {"none"}
+    assert set(Filter.__args__) == set(FILTERS)
+    for recipe in RECIPES:
+        assert resolve(recipe, {})["advantage"] in ADVANTAGES
+        assert resolve(recipe, {})["loss"] in LOSSES
 
 
-def test_every_option_is_one_of_the_file():
-    assert set(Train.model_fields) >= OPTIONS
-    assert set(ALGORITHMS) == set(Train.model_fields["algorithm"].annotation.__args__)
+def test_every_option_is_one_of_the_file_with_the_same_default():
+    assert set(RECIPES) == set(Train.model_fields["algorithm"].annotation.__args__)
+    for name, default in BASE.items():
+        assert Train.model_fields[name].default == default, name
+    for recipe, own in RECIPES.items():
+        assert own.keys() <= BASE.keys()
+        assert Train(algorithm=recipe).algorithm_options == resolve(recipe, {})
 
 
-def test_defaults_are_those_of_the_file_where_the_algorithm_has_none_of_its_own():
-    for name, default in ALGORITHMS["grpo"].defaults.items():
-        assert default == Train.model_fields[name].default
+def test_every_recipe_has_effect_as_it_is():
+    # Where the file sets a coefficient, what belongs to it has its value already.
+    waiting = {"kl", "kl_in"}
+    for recipe, own in RECIPES.items():
+        lines = unused(recipe, own)
+        assert {line.split()[0] for line in lines} <= waiting, recipe
+
+
+@pytest.mark.parametrize("name", sorted(BASE))
+def test_every_option_of_a_recipe_can_be_overridden(name):
+    other = {"advantage": "rloo", "loss": "pg", "kl": "k1", "kl_in": "reward", "std": "biased",
+             "aggregate": "seq-mean-token-sum", "aggregate_length": 3, "dual_clip": 3.0, "filters": {"policy": []},
+             "off_policy": "tis", "off_policy_level": "sequence", "off_policy_metric": "k1",
+             "off_policy_reduce": "sum", "whiten": True, "kl_unbiased": True}.get(name, 0.5)  # fmt: skip
+    for recipe in RECIPES:
+        assert resolve(recipe, {name: other})[name] == other
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "given", "word"),
+    ("recipe", "given", "words"),
     [
-        ("rloo", {"std": "biased"}, "only by grpo"),
-        ("dr_grpo", {"std": "unbiased"}, "only by grpo"),
-        ("grpo", {"kl": "k1"}, "kl_coef is 0"),
-        ("grpo", {"aggregate_length": 4}, "only by seq-mean-token-sum-norm"),
-        ("dr_grpo", {"aggregate": "token-mean", "aggregate_length": 4}, "only by seq-mean-token-sum-norm"),
+        ("rloo", {"std": "biased"}, ["std is not used by advantage rloo, only by grpo"]),
+        ("dr_grpo", {"std": "unbiased"}, ["only by grpo"]),
+        ("grpo", {"kl": "k1"}, ["kl_coef is 0"]),
+        ("ppo", {"kl_coef": 0.1, "kl_unbiased": True}, ["kl_unbiased is not used by kl_in reward"]),
+        ("grpo", {"aggregate_length": 4}, ["only by seq-mean-token-sum-norm"]),
+        ("dr_grpo", {"aggregate": "token-mean", "aggregate_length": 4}, ["only by seq-mean-token-sum-norm"]),
+        ("opd", {"clip_low": 0.1, "dual_clip": 2.0}, ["not used by loss pg", "dual_clip is not used by loss pg"]),
+        ("grpo", {"off_policy": "tis", "clip_high": 0.3}, ["clip_high is not used by off_policy tis"]),
+        ("grpo", {"off_policy_high": 4.0}, ["only by decoupled, tis, icepop, reject, a3po"]),
+        ("grpo", {"off_policy": "decoupled", "off_policy_low": 0.1}, ["only by tis, icepop, reject"]),
+        ("grpo", {"gamma": 0.9, "gae_lambda": 0.9}, ["gamma is not used", "gae_lambda is not used"]),
     ],
 )
-def test_an_option_without_effect_is_named(algorithm, given, word):
-    (line,) = unused(algorithm, given)
-    assert word in line
+def test_an_option_without_effect_is_named(recipe, given, words):
+    lines = unused(recipe, given)
+    assert len(lines) == len(words)
+    for line, word in zip(lines, words, strict=True):
+        assert word in line
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "given"),
+    ("recipe", "given"),
     [
         ("grpo", {"std": "biased", "lr": 1.0, "clip_low": 0.1}),
         ("grpo", {"kl": "k1", "kl_coef": 0.1}),
         ("dr_grpo", {"aggregate_length": 4}),
         ("rloo", {"aggregate": "seq-mean-token-sum-norm", "aggregate_length": 4}),
+        ("grpo", {"loss": "mine.py:loss", "clip_low": 0.1}),
+        ("dapo", {"off_policy": "a3po", "off_policy_high": 5.0, "clip_high": 0.3}),
+        ("ppo", {"gamma": 0.9, "gae_lambda": 0.9, "kl_coef": 0.1, "kl": "k3"}),
     ],
 )
-def test_options_with_effect_pass(algorithm, given):
-    assert unused(algorithm, given) == []
+def test_options_with_effect_pass(recipe, given):
+    assert unused(recipe, given) == []
 
 
-def test_the_reference_is_read_only_with_a_coefficient():
-    assert "ref_logprobs" not in reads(resolve("grpo", {}))
+def test_columns_are_read_only_where_they_are_needed():
+    assert reads(resolve("grpo", {})) == ("advantage", "rollout_logprobs")
     assert "ref_logprobs" in reads(resolve("grpo", {"kl_coef": 0.1}))
+    assert "ref_logprobs" not in reads(resolve("ppo", {"kl_coef": 0.1}))
+    assert "ages" in reads(resolve("grpo", {"off_policy": "a3po"}))
+    assert "truncated" in reads(resolve("grpo", {"filters": {"policy": ["finished"]}}))
+    assert scores(resolve("grpo", {})) == ()
+    assert scores(resolve("grpo", {"kl_coef": 0.1, "kl_in": "reward"})) == (
+        "response_mask", "rollout_logprobs", "ref_logprobs",
+    )  # fmt: skip
+    assert scores(resolve("ppo", {})) == ("response_mask", "values")
+    assert scores(resolve("opd", {})) == ("response_mask", "rollout_logprobs", "teacher_logprobs")
+
+
+def test_a_step_waits_for_its_rows_only_where_the_loss_must_know_them_all():
+    assert [recipe for recipe in RECIPES if choices.whole(resolve(recipe, {}))] == [
+        "reinforce++", "reinforce++-baseline", "ppo",
+    ]  # fmt: skip
+    assert choices.whole(resolve("grpo", {"filters": {"policy": ["signal"]}}))
 
 
 def test_options_and_reports_need_no_torch():

@@ -44,7 +44,8 @@ def step(engine, rows, budget=1000, loss=None, lr=0.01, options=OPTIONS):
     counted = denominators(rows["response_mask"].values, rows["response_mask"].offsets)
     loss = loss or policy_loss(options, counted, max_response_tokens=8)
     reports = [engine.forward_backward(part, loss) for part in engine.micro_batches(rows, budget, COLUMNS)]
-    return combine(reports), engine.optim_step(lr)
+    numbers = {name: value for name, value in combine(reports).items() if name != "spread"}
+    return numbers, engine.optim_step(lr)
 
 
 def exported(engine):

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.config.check import BUILT_IN_REWARDS, check
+from asyncflow.config.fields import OnStale
 from asyncflow.config.load import load
-from asyncflow.config.model import OnStale, Pipeline
+from asyncflow.config.model import Pipeline
 from asyncflow.errors import ConfigError
 from asyncflow.rewards.scorers import BUILT_IN
 from asyncflow.stages.plan import plan
@@ -64,7 +65,7 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
         ),
         (["train.lr_warmup=200"], "train.lr_warmup: 200 is more than train.steps 100"),
         (["train.kl=k1"], "train.kl: has no effect while kl_coef is 0"),
-        (["train.algorithm=rloo", "train.std=biased"], "train.std: is not used by rloo, only by grpo"),
+        (["train.algorithm=rloo", "train.std=biased"], "train.std: is not used by advantage rloo, only by grpo"),
         (
             ["train.aggregate_length=9"],
             "train.aggregate_length: is not used by aggregate token-mean, only by seq-mean-token-sum-norm",

@@ -62,7 +62,7 @@ def test_text_that_yaml_may_misread_is_quoted_for_both_versions(text):
 
 def test_every_field_is_written_and_what_has_no_effect_is_a_comment(good):
     text = dump(load(good, ["train.algorithm=rloo"]).pipeline)
-    assert "  # std: unbiased  (is not used by rloo, only by grpo)" in text
+    assert "  # std: unbiased  (is not used by advantage rloo, only by grpo)" in text
     tree = yaml.safe_load(text)
     assert tree["train"]["clip_low"] == 0.2
     assert set(tree) >= {"model", "data", "rollout", "weights", "executor", "output", "seed"}
@@ -76,7 +76,7 @@ def test_the_schema_accepts_what_loads_and_refuses_a_slip(good):
     for wrong in (
         {"train": {"lrr": 1}},
         {"reward": {"fn": "x", "timeout": "soon"}},
-        {"train": {"algorithm": "ppo"}},
+        {"train": {"algorithm": "gppo"}},
         {"seed": -1},
     ):
         assert not validator.is_valid({**GOOD, **wrong})

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from asyncflow.config.model import Data, Model, Pipeline, Reward, Train
+from asyncflow.config.model import Data, Model, Pipeline, Reward
+from asyncflow.config.training import Train
 from asyncflow.errors import RewardError
 from asyncflow.stage import Context
 from asyncflow.stages.advantage import Advantage
@@ -18,12 +19,13 @@ def advantages(rewards, tmp_path, **train):
     stage.setup(Context(config, "trainer-0", tmp_path, lambda event: None))
     rows = np.arange(10, 10 + len(rewards))
     name = train.get("reward", "reward")
-    return stage.process(Batch({name: np.array(rewards), "group_id": np.zeros(len(rewards), np.int64), "row": rows}))
+    (part,) = stage.process(Batch({name: np.array(rewards), "group_id": np.zeros(len(rewards), np.int64), "row": rows}))
+    return part.columns
 
 
 def test_better_than_the_group_is_above_zero_and_the_column_may_be_of_another_name(tmp_path):
-    assert np.sign(advantages([0.0, 1.0], tmp_path)["advantage"]).tolist() == [-1, 1]
-    assert np.sign(advantages([1, 0], tmp_path, reward="shaped")["advantage"]).tolist() == [1, -1]
+    assert np.sign(advantages([0.0, 1.0], tmp_path)["advantage"].array).tolist() == [-1, 1]
+    assert np.sign(advantages([1, 0], tmp_path, reward="shaped")["advantage"].array).tolist() == [1, -1]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])

@@ -2,8 +2,9 @@
 
 import pytest
 
-from asyncflow.config.model import Data, Model, Output, Pipeline, Reward, Rollout, Train
+from asyncflow.config.model import Data, Model, Output, Pipeline, Reward, Rollout
 from asyncflow.config.model import Stage as StageConfig
+from asyncflow.config.training import Train
 from asyncflow.errors import ConfigError
 from asyncflow.pipeline import StageSpec
 from asyncflow.stages.plan import plan

@@ -2,7 +2,8 @@
 
 import pytest
 
-from asyncflow.config.model import Data, Model, Pipeline, Reward, Train
+from asyncflow.config.model import Data, Model, Pipeline, Reward
+from asyncflow.config.training import Train
 from asyncflow.execute.messages import Trouble
 from asyncflow.stage import Context, Drop, Part
 from asyncflow.stages import reward

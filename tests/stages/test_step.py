@@ -5,11 +5,11 @@ import pytest
 from asyncflow.stages.step import Trained, describe
 
 FIRST = Trained(
-    groups=[0, 0], rewards=[1.0, 0.0], outcomes=["ok", "timeout"], advantages=[0.5, -0.5], prompts=[3, 3],
+    groups=[0, 0], rewards=[1.0, 0.0], outcomes=["ok", "timeout"], signals=[True, True], prompts=[3, 3],
     responses=[2, 6], ages=[0, 2], waited=[0, 1], tokens=8, sequences=2, stale_lengths=[7], stale_tokens=4,
 )  # fmt: skip
 SECOND = Trained(
-    groups=[1], rewards=[2.0], outcomes=["ok"], advantages=[0.0], prompts=[5], responses=[4], ages=[1], waited=[1],
+    groups=[1], rewards=[2.0], outcomes=["ok"], signals=[False], prompts=[5], responses=[4], ages=[1], waited=[1],
     tokens=4, sequences=1, stale_lengths=[9, 2], stale_tokens=1,
 )  # fmt: skip
 

@@ -6,7 +6,8 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from asyncflow.config.model import Data, Model, Pipeline, Reward, Train
+from asyncflow.config.model import Data, Model, Pipeline, Reward
+from asyncflow.config.training import Train
 from asyncflow.errors import StalenessExceeded, WeightsError
 from asyncflow.execute.messages import Copied, Dropped, Failed, Save, Saved, Stepped
 from asyncflow.serve import run
