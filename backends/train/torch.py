@@ -10,12 +10,14 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from asyncflow.backends.base import ALONE, Loss, MicroBatch, ModelSpec, OptimSpec, Ranks, Scored, StepReport
 from asyncflow.backends.models import default_device, new_model, read_options
@@ -57,7 +59,7 @@ class TorchEngine:
         self._model.to(self._device)
         self._model.set_attn_implementation(attention)
         if checkpointing:
-            self._model.gradient_checkpointing_enable()
+            _recompute(self._model)
 
     @property
     def version(self) -> Version:
@@ -212,6 +214,20 @@ class TorchEngine:
             logits_to_keep=responses,
         ).logits
         return torch.log_softmax(logits.to(self._number) / self._temperature, dim=-1)
+
+
+def _recompute(model: Any) -> None:
+    """Let each layer keep only its input for the backward pass.
+
+    By hand: transformers does it in training mode alone, in which there would be dropout.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(f"options.gradient_checkpointing: {model.config.model_type} has no layers to recompute")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _responses(micro_batch: MicroBatch) -> Tensor:
