@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from asyncflow.backends.train.torch import TorchEngine
@@ -20,8 +21,9 @@ def kept(**options):
     return sum(sizes), dict(engine.export_weights())
 
 
-def test_layers_are_computed_again_and_give_the_same():
-    much, expected = kept()
-    little, found = kept(gradient_checkpointing=True)
+@pytest.mark.parametrize("packing", [False, True])
+def test_layers_are_computed_again_and_give_the_same(packing):
+    much, expected = kept(packing=packing)
+    little, found = kept(packing=packing, gradient_checkpointing=True)
     assert little < much / 2
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
