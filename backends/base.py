@@ -256,7 +256,7 @@ class TrainEngine(Protocol):
     def micro_batches(
         self, batch: Batch, token_budget: int, columns: Sequence[str], rows: RowIds | None = None
     ) -> Iterator[MicroBatch]:
-        """Cut rows into micro-batches of at most `token_budget` padded tokens.
+        """Cut rows into micro-batches of at most `token_budget` tokens; padding counts, unless the engine packs rows.
 
         Reads `prompt_tokens`, `response_tokens`, `response_mask` and `columns`; `rows` holds the row ids, by
         default 0, 1, …. The budget is hard: a row that alone exceeds it is an error that names it (DataError).

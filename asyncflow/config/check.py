@@ -35,7 +35,7 @@ class Problem:
 def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     model = (_model, _data, _stop, _eval, _reward, _retries, _stages)
-    training = (_batch, _algorithm, _schedule, _staleness, _weights, _channel, _emulated, _stall)
+    training = (_batch, _algorithm, _schedule, _staleness, _weights, _channel, _emulated, _packing, _stall)
     return [problem for part in (*model, *training) for problem in part(pipeline)]
 
 
@@ -277,6 +277,16 @@ def _emulated(pipeline: Pipeline) -> Iterator[Problem]:
     if kinds["train"] == "emulated" and pipeline.train.data_parallel > 1:
         why = "the emulated engine is one process: leave it out, and give the engine lower costs"
         yield Problem(("train", "data_parallel"), why, (("train", "backend"),))
+
+
+def _packing(pipeline: Pipeline) -> Iterator[Problem]:
+    train, route = pipeline.train, ("train", "packing")
+    if train.packing and train.backend == "emulated":
+        why = "the emulated engine has no padding to leave out: its time is that of the real tokens"
+        yield Problem(route, why, (("train", "backend"),), at="key")
+    if "packing" in train.model_fields_set and train.options.get("packing", train.packing) != train.packing:
+        why = f"{train.options['packing']} is not train.packing {train.packing}: give one of the two"
+        yield Problem(("train", "options"), why, (route,))
 
 
 def _weights(pipeline: Pipeline) -> Iterator[Problem]:

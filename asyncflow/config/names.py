@@ -70,6 +70,8 @@ _SAME: Mapping[tuple[str, ...], str] = {
     ("train.max_grad_norm",): "grad_clip clip_grad grad_clip_norm gradient_clipping max_norm",
     ("train.token_budget",): "max_tokens_per_gpu ppo_max_token_len_per_gpu max_tokens_per_mb micro_batch_size"
     " ppo_micro_batch_size_per_gpu per_device_train_batch_size micro_train_batch_size train_micro_batch_size",
+    ("train.packing",): "use_remove_padding remove_padding use_padding_free padding_free pack_sequences packing_samples"
+    " sequence_packing use_sequence_packing",
     ("train.clip_low", "train.clip_high"): "epsilon eps_clip clip_ratio clip_eps cliprange clip_range ratio_clip",
     ("train.clip_low",): "epsilon_low eps_clip_low clip_ratio_low clip_ratio_min ratio_clip_min",
     ("train.clip_high",): "epsilon_high eps_clip_high clip_ratio_high clip_ratio_max eps_clip_higher ratio_clip_max",

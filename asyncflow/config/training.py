@@ -71,7 +71,10 @@ class Train(Section):
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this global norm."""
     token_budget: PositiveInt = 8192
-    """Most tokens, padding included, in one micro-batch."""
+    """Most tokens in one micro-batch; padding counts, unless rows are packed."""
+    packing: Flag = False
+    """Put the rows of a micro-batch one after another, without padding, each with its own positions and attention;
+    the numbers are the same. The engine `torch` can, and refuses a model that cannot be packed."""
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `maxrl`, `reinforce++`, `reinforce++-baseline`, `gae` (with a critic), `none`, or
     `module:function` of your own: (rewards, groups) -> advantages."""

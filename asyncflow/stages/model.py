@@ -1,5 +1,6 @@
 """What the engines of a run must agree on: which model, which tokens pad and which end a response."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ def model_spec(config: Pipeline, tokenizer: Any, checkpoint: Path | None = None)
         pad_token=tokenizer.pad_token_id,
         eos_token=tokenizer.eos_token_id,
     )
+
+
+def train_options(config: Pipeline) -> Mapping[str, object]:
+    """Return the options of the training engine, `train.packing` among them where it is on."""
+    train = config.train
+    return {**train.options, "packing": True} if train.packing else train.options
 
 
 def stop_tokens(tokenizer: Any, strings: list[str]) -> frozenset[int]:

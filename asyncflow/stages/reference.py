@@ -11,7 +11,7 @@ from asyncflow.backends import train_engine
 from asyncflow.backends.base import OptimSpec, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.stage import Context
-from asyncflow.stages.model import model_spec
+from asyncflow.stages.model import model_spec, train_options
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
 from asyncflow.types import Float32s, Int64s
@@ -57,5 +57,5 @@ class Reference:
             model_spec(config, self._tokenizer, self._kept if self._kept.exists() else None),
             optim=OptimSpec(),
             temperature=config.rollout.temperature,
-            options=config.train.options,
+            options=train_options(config),
         )

@@ -15,7 +15,7 @@ from asyncflow.backends.base import OptimSpec, Ranks, TrainEngine
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.execute.messages import Failed, Published
 from asyncflow.stage import Context
-from asyncflow.stages.model import model_spec
+from asyncflow.stages.model import model_spec, train_options
 from asyncflow.storage import Batch
 from asyncflow.types import Version
 from asyncflow.weights import sender
@@ -119,7 +119,7 @@ def _engine(context: Context) -> TrainEngine:
         model_spec(config, tokenizer(config.model), context.resume),
         optim=OptimSpec(train.betas, train.eps, train.weight_decay, train.max_grad_norm),
         temperature=config.rollout.temperature,
-        options=train.options,
+        options=train_options(config),
         ranks=Ranks(context.rank, train.data_parallel, context.rendezvous, config.executor.wait_timeout),
     )
     if context.resume is not None:

@@ -1,10 +1,12 @@
-"""Rows cut into micro-batches under a hard budget of padded tokens.
+"""Rows cut into micro-batches under a hard budget of tokens: padded ones, or real ones where rows are packed.
 
 Rows are ordered by length, then by row id, so that the cut does not depend on the order in which they arrived.
 Prompts are padded on the left and responses on the right, so a micro-batch is as wide as its longest prompt and
-its longest response together.
+its longest response together. Rows of about one length then stand together; packed ones need not, and are spread
+evenly over as few micro-batches as hold them.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,9 +27,11 @@ def cut(
     *,
     pad: int,
     device: torch.device,
+    packed: bool = False,
 ) -> tuple[int, Iterator[MicroBatch]]:
-    """Return how many micro-batches of at most `token_budget` tokens, padding included, there are, and make them.
+    """Return how many micro-batches of at most `token_budget` tokens there are, and make them.
 
+    Padding counts, unless the rows are to be `packed`: a micro-batch has the same form then, and real tokens count.
     Reads `prompt_tokens`, `response_tokens`, `response_mask` and `columns`; `rows` names the rows, by default
     0, 1, …. A row that is over-long, has no prompt, or whose columns differ from its response in length is a
     DataError, raised before the first micro-batch.
@@ -38,7 +42,10 @@ def cut(
     prompts, responses = batch["prompt_tokens"].lengths, batch["response_tokens"].lengths
     _check(batch, ids, token_budget, columns)
     order = np.lexsort((ids, prompts, prompts + responses))[::-1]
-    parts = [order[start:stop] for start, stop in _bounds(prompts[order], responses[order], token_budget)]
+    if packed:
+        parts = [order[places] for places in _spread((prompts + responses)[order].tolist(), token_budget)]
+    else:
+        parts = [order[start:stop] for start, stop in _bounds(prompts[order], responses[order], token_budget)]
     return len(parts), (padded(batch.take(part), ids[part], columns, pad, device) for part in parts)
 
 
@@ -70,6 +77,26 @@ def _bounds(prompts: Int64s, responses: Int64s, token_budget: int) -> Iterator[t
             start, prompt, response = row, p, r
     if start < len(prompts):
         yield start, len(prompts)
+
+
+def _spread(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Give each length, longest first, to the part that has least, among as few parts as hold them all that way."""
+    count = max(-(-sum(lengths) // token_budget), sum(length > token_budget // 2 for length in lengths))
+    while (parts := _parts(lengths, token_budget, count)) is None:
+        count += 1
+    return parts
+
+
+def _parts(lengths: list[int], token_budget: int, count: int) -> list[list[int]] | None:
+    parts: list[list[int]] = [[] for _ in range(count)]
+    held = [(0, part) for part in range(count)]
+    for place, length in enumerate(lengths):
+        tokens, part = held[0]
+        if tokens + length > token_budget:
+            return None
+        heapq.heapreplace(held, (tokens + length, part))
+        parts[part].append(place)
+    return parts
 
 
 def padded(batch: Batch, ids: RowIds, columns: Sequence[str], pad: int, device: torch.device) -> MicroBatch:

@@ -10,27 +10,36 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from asyncflow.algorithms.report import Report
 from asyncflow.backends.base import ALONE, Loss, MicroBatch, ModelSpec, OptimSpec, Ranks, Scored, StepReport
 from asyncflow.backends.models import default_device, new_model, read_options
 from asyncflow.backends.train.cut import cut, padded
 from asyncflow.backends.train.group import Group
+from asyncflow.backends.train.layout import Layout, Padded
+from asyncflow.backends.train.packed import Packed
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.storage.batch import Batch
 from asyncflow.types import RowIds, Version
 
-_OPTIONS: Mapping[str, object] = {"device": None, "attention": "sdpa", "gradient_checkpointing": False}
+_OPTIONS: Mapping[str, object] = {
+    "device": None,
+    "attention": "sdpa",
+    "gradient_checkpointing": False,
+    "packing": False,
+}
 
 
 class TorchEngine:
-    """A `TrainEngine`; options: `device`, `attention`, `gradient_checkpointing`."""
+    """A `TrainEngine`; options: `device`, `attention`, `gradient_checkpointing`, `packing`."""
 
     def __init__(
         self,
@@ -48,17 +57,18 @@ class TorchEngine:
         self._device = torch.device(chosen["device"] or default_device())
         self._number = torch.float64 if model.dtype == "float64" else torch.float32
         self._model: Any = new_model(model, self._number)
-        self._prepare(chosen["attention"], chosen["gradient_checkpointing"])
+        self._layout = self._prepare(**chosen)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._adamw = _adamw(self._parameters, optim)
         self._version = 0
         self._group = Group(ranks, self._device)
 
-    def _prepare(self, attention: str, checkpointing: bool) -> None:
+    def _prepare(self, *, attention: str, gradient_checkpointing: bool, packing: bool, **_: object) -> Layout:
         self._model.to(self._device)
         self._model.set_attn_implementation(attention)
-        if checkpointing:
-            self._model.gradient_checkpointing_enable()
+        if gradient_checkpointing:
+            _recompute(self._model)
+        return Packed(self._model, attention) if packing else Padded(self._model)
 
     @property
     def version(self) -> Version:
@@ -78,7 +88,8 @@ class TorchEngine:
         self, batch: Batch, token_budget: int, columns: Sequence[str], rows: RowIds | None = None
     ) -> Iterator[MicroBatch]:
         """Cut rows into micro-batches (see `cut`) on the engine's device, as many on every rank."""
-        size, parts = cut(batch, token_budget, columns, rows, pad=self._spec.pad_token, device=self._device)
+        pad, packed = self._spec.pad_token, isinstance(self._layout, Packed)
+        size, parts = cut(batch, token_budget, columns, rows, pad=pad, device=self._device, packed=packed)
         empty = (self._nothing(batch, columns) for _ in range(self._group.largest(size) - size))
         return itertools.chain(parts, empty)
 
@@ -119,7 +130,8 @@ class TorchEngine:
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """Log-probabilities of the response tokens at the sampling temperature, (B, R), without gradient."""
         with torch.no_grad(), self._autocast():
-            return _chosen(self._log_softmax(micro_batch), _responses(micro_batch))
+            logs, tokens = self._log_softmax(micro_batch)
+            return self._layout.placed(_chosen(logs, tokens), micro_batch)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the state dict, tied ones included, as a copy on the CPU in the model's dtype.
@@ -195,28 +207,32 @@ class TorchEngine:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.dtype == "bfloat16")
 
     def _score(self, micro_batch: MicroBatch, entropy: bool) -> Scored:
-        logs = self._log_softmax(micro_batch)
+        logs, tokens = self._log_softmax(micro_batch)
         whole = logs if entropy else logs.detach()
-        return Scored(_chosen(logs, _responses(micro_batch)), -(whole.exp() * whole).sum(-1))
+        found = _chosen(logs, tokens), -(whole.exp() * whole).sum(-1)
+        return Scored(*(self._layout.placed(values, micro_batch) for values in found))
 
-    def _log_softmax(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the log-probabilities of the whole vocabulary before each response token, (B, R, V)."""
-        rows, responses = micro_batch.mask.shape
-        if responses == 0:
-            return torch.zeros(rows, 0, 1, dtype=self._number, device=self._device, requires_grad=True)
-        attention = micro_batch.attention[:, :-1]
-        logits = self._model(
-            input_ids=micro_batch.tokens[:, :-1],
-            attention_mask=attention,
-            position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
-            use_cache=False,
-            logits_to_keep=responses,
-        ).logits
-        return torch.log_softmax(logits.to(self._number) / self._temperature, dim=-1)
+    def _log_softmax(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the whole vocabulary before each response token, and these tokens."""
+        tokens = self._layout.tokens(micro_batch)
+        if not tokens.numel():
+            return torch.zeros(*tokens.shape, 1, dtype=self._number, device=self._device, requires_grad=True), tokens
+        logits = self._layout.logits(micro_batch).to(self._number)
+        return torch.log_softmax(logits / self._temperature, dim=-1), tokens
 
 
-def _responses(micro_batch: MicroBatch) -> Tensor:
-    return micro_batch.tokens[:, micro_batch.tokens.shape[1] - micro_batch.mask.shape[1] :]
+def _recompute(model: Any) -> None:
+    """Let each layer keep only its input for the backward pass.
+
+    By hand: transformers does it in training mode alone, in which there would be dropout.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(f"options.gradient_checkpointing: {model.config.model_type} has no layers to recompute")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _chosen(logs: Tensor, tokens: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ OPTIONS = resolve("grpo", {})
 COLUMNS = reads(OPTIONS)
 
 
-def engine(ranks=ALONE):
+def engine(ranks=ALONE, **options):
     torch.set_num_threads(1)
-    return TorchEngine(EXACT, optim=OPTIM, temperature=1.0, options={}, ranks=ranks)
+    return TorchEngine(EXACT, optim=OPTIM, temperature=1.0, options=options, ranks=ranks)
 
 
 def train(own, shares, aggregate, budget=40):
@@ -51,9 +51,9 @@ def wait(own, connection):
     return own.exchange(b"") if own.data_parallel[0] == 0 else connection.recv()
 
 
-def serve(task, ranks, args, connection):
+def serve(task, ranks, args, connection, options):
     try:
-        own = engine(ranks)
+        own = engine(ranks, **options)
         connection.send(task(own, *args, *([connection] if task is wait else [])))
         own.close()
     except Exception:  # noqa: BLE001  the border of the process
@@ -61,13 +61,15 @@ def serve(task, ranks, args, connection):
 
 
 @contextmanager
-def started(folder, task: Callable[..., object], args: list[tuple[object, ...]], timeout=60.0) -> Iterator[list]:
+def started(
+    folder, task: Callable[..., object], args: list[tuple[object, ...]], timeout=60.0, **options
+) -> Iterator[list]:
     """Start a rank for each arguments; yields (process, connection) of each."""
     running = []
     for rank, own in enumerate(args):
         ours, theirs = pipe()
         place = Ranks(rank, len(args), str(folder / "ranks"), timeout)
-        running.append((fork(serve, (task, place, own, theirs), f"rank-{rank}", 120.0), ours))
+        running.append((fork(serve, (task, place, own, theirs, options), f"rank-{rank}", 120.0), ours))
         theirs.close()
     yield running
     for process, connection in running:

@@ -10,14 +10,18 @@ UNEVEN = [([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12]), (list(range(13)), []),
 """Of three steps, the rows of each of two ranks; one of them gets none in the second."""
 
 
-@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_ranks_step_as_one_rank_does_on_all_rows(tmp_path, aggregate):
+@pytest.mark.parametrize(
+    ("aggregate", "packing"),
+    [("token-mean", False), ("seq-mean-token-mean", False), ("seq-mean-token-sum-norm", False), ("token-mean", True)],
+)
+def test_ranks_step_as_one_rank_does_on_all_rows(tmp_path, aggregate, packing):
     rows = batch(13, empty=True)
     wholes = [rows.take([*first, *second]) for first, second in UNEVEN]
     own = ranks.engine()
     alone = ranks.train(own, [(whole, whole) for whole in wholes], aggregate)
     shares = [[(rows.take(step[rank]), whole) for step, whole in zip(UNEVEN, wholes, strict=True)] for rank in range(2)]
-    with ranks.started(tmp_path, ranks.train, [(share, aggregate) for share in shares]) as running:
+    tasks = [(share, aggregate) for share in shares]
+    with ranks.started(tmp_path, ranks.train, tasks, packing=packing) as running:
         first, second = ranks.answers(running)
     assert first["counts"] == second["counts"], "as many micro-batches on every rank"
     assert second["weights"] == {}, "rank 0 speaks for all"

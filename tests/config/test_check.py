@@ -47,6 +47,11 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             ["rollout.backend=emulated", "train={backend: emulated, data_parallel: 2}"],
             "train.data_parallel: the emulated engine is one process",
         ),
+        (
+            ["rollout.backend=emulated", "train={backend: emulated, packing: true}"],
+            "train.packing: the emulated engine has no padding to leave out",
+        ),
+        (["train={packing: true, options: {packing: false}}"], "train.options: False is not train.packing True: give"),
         (["mode=async", "deterministic=true"], "deterministic: cannot hold in mode async"),
         (["reward.retries=1"], "reward.retries: has no effect without `retry` for one of on_timeout, on_error, on_"),
         (["mode=async", "max_requeues=1"], "max_requeues: has no effect without `on_stale: requeue`"),
@@ -191,6 +196,7 @@ CHOICES = {
     "rollout.max_inflight": [None, 1, 64],
     "rollout.replicas": [None, 2],
     "train.data_parallel": [None, 2],
+    "train.packing": [None, True],
 }
 
 
