@@ -64,7 +64,8 @@ from asyncflow.weights import clear
 
 log = logging.getLogger(__name__)
 LOST_STEPS = 4
-"""A step that loses this many times its groups is given up: its prompts do not yield a single scored response."""
+"""A step that loses this many times its groups is given up: its prompts do not yield a single scored response.
+With `dynamic_sampling`, which loses groups on purpose, that says how many."""
 
 
 @dataclass(slots=True)
@@ -399,7 +400,8 @@ class Conductor:
     def _guard(self, done: int) -> None:
         step = done + 1
         lost = self.board.lost
-        if lost >= LOST_STEPS * self.config.prompts_per_step * (step + self.config.staleness):
+        tries = self.config.train.dynamic_sampling or LOST_STEPS
+        if lost >= tries * self.config.prompts_per_step * (step + self.config.staleness):
             dropped = self._tables["train"].ledger().dropped
             raise DataError(
                 f"step {step + self.steps_before} cannot be filled: {lost} prompts have lost all of their responses "

@@ -126,7 +126,8 @@ class Train:
             assert stamps.offsets is not None
             columns["ages"] = Column.ragged(version - stamps.values, stamps.offsets, stamps.dtype)
         if "truncated" in self._reads:
-            columns["truncated"] = Column.of("float32", [each == "length" for each in rows["finish"].strings()])
+            ended = np.array(rows["finish"].strings())
+            columns["truncated"] = Column.of("float32", (ended == "length").astype(np.float32))
         return rows.with_columns(columns) if columns else rows
 
     def _drops(self, batch: Batch, gone: npt.NDArray[np.bool_], *, requeue: bool) -> list[Drop]:
