@@ -6,7 +6,8 @@ import torch
 
 from asyncflow.algorithms.aggregate import AGGREGATES, denominators
 from asyncflow.algorithms.loss import PolicyLoss, SftLoss, policy_loss
-from asyncflow.algorithms.options import resolve
+from asyncflow.algorithms.options import CORRECTIONS, resolve
+from asyncflow.algorithms.policy import pg
 from asyncflow.algorithms.report import combine, metrics
 from asyncflow.backends.base import MicroBatch, Scored
 
@@ -19,9 +20,19 @@ columns = {
     "rollout_logprobs": logprobs + 0.3 * torch.randn(B, R, generator=GENERATOR),
     "ref_logprobs": logprobs + 0.3 * torch.randn(B, R, generator=GENERATOR),
     "advantage": torch.randn(B, generator=GENERATOR),
+    "ages": torch.randint(0, 3, (B, R), generator=GENERATOR).float(),
+    "truncated": torch.tensor([1.0, 0, 0, 0, 1, 0]),
 }
 entropy = torch.rand(B, R, generator=GENERATOR)
 OPTIONS = resolve("grpo", {"kl_coef": 0.1, "entropy_coef": 0.01})
+LOSSES = [
+    {"loss": "ppo", "dual_clip": 2.0, "kl_unbiased": True},
+    {"loss": "gspo", "off_policy": "a3po"},
+    {"loss": "gspo-token", "off_policy": "reject", "off_policy_reduce": "max", "off_policy_high": 1.3},
+    {"loss": "cispo", "off_policy": "decoupled", "off_policy_high": 1.1},
+    {"loss": "pg", "off_policy": "tis", "off_policy_level": "sequence", "filters": {"policy": ["finished"]}},
+    {"loss": "ppo", "off_policy": "icepop", "off_policy_low": 0.9, "off_policy_high": 1.1},
+]
 
 
 def run(loss, rows=slice(None), poison=None, width=R):
@@ -60,14 +71,26 @@ def test_micro_batches_add_up_to_the_step(how):
     assert together["spread"] == report["spread"]
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -9999.0])
-def test_values_under_the_mask_and_padding_never_count(poison):
-    loss = policy_loss(OPTIONS, denominators(mask), R)
+@pytest.mark.parametrize("own", LOSSES, ids=str)
+def test_whatever_is_chosen_micro_batches_add_up(own):
+    loss = policy_loss({**OPTIONS, **own}, denominators(mask), R)
+    value, gradient, report = run(loss)
+    parts = [run(loss, slice(start, start + 2)) for start in range(0, B, 2)]
+    assert sum(part[0] for part in parts) == pytest.approx(value)
+    assert torch.allclose(torch.cat([part[1] for part in parts]), gradient, atol=1e-7)
+    assert numbers(combine(part[2] for part in parts)) == pytest.approx(numbers(report))
+
+
+@pytest.mark.parametrize("poison", [200.0, math.nan, math.inf, -9999.0])
+@pytest.mark.parametrize("own", [{}, *LOSSES], ids=str)
+def test_values_under_the_mask_and_padding_never_count(own, poison):
+    loss = policy_loss({**OPTIONS, **own}, denominators(mask), R)
     value, gradient, report = run(loss)
     dirty, dirty_gradient, dirty_report = run(loss, poison=poison, width=R + 3)
-    assert dirty == value
-    assert torch.equal(dirty_gradient, gradient)
-    assert numbers(dirty_report) == pytest.approx(numbers(report), rel=1e-12)
+    # Only the order of a sum may differ, in which a wider row is added up.
+    assert dirty == pytest.approx(value, rel=1e-6)
+    assert torch.allclose(dirty_gradient, gradient, rtol=1e-5, atol=1e-9)
+    assert numbers(dirty_report) == pytest.approx(numbers(report), rel=1e-6)
     assert dirty_report["spread"] == report["spread"]
 
 
@@ -103,6 +126,54 @@ def test_every_option_reaches_the_loss():
         assert run(policy_loss({**OPTIONS, name: value}, step, R))[0] != base, name
     norm = {**OPTIONS, "aggregate": "seq-mean-token-sum-norm"}
     assert run(policy_loss({**norm, "aggregate_length": 2}, step, R))[0] != run(policy_loss(norm, step, R))[0]
+
+
+REACHING = {
+    "loss": ["gspo", "gspo-token", "cispo", "pg"],
+    "dual_clip": [1.01],
+    "kl_in": ["reward"],
+    "kl_unbiased": [True],
+    "filters": [{part: ["positive"]} for part in ("policy", "kl", "entropy")],
+    "off_policy": list(CORRECTIONS),
+}
+BESIDE = {
+    "off_policy_low": ({"off_policy": "icepop"}, 0.95),
+    "off_policy_high": ({"off_policy": "decoupled"}, 0.9),
+    "off_policy_level": ({"off_policy": "tis"}, "sequence"),
+    "off_policy_metric": ({"off_policy": "reject", "off_policy_high": 0.98}, "k3"),
+    "off_policy_reduce": ({"off_policy": "reject", "off_policy_high": 1.1}, "sum"),
+}
+
+
+def test_every_choice_reaches_the_loss():
+    step = denominators(mask)
+    pairs = [(name, {}, value) for name, values in REACHING.items() for value in values]
+    pairs += [(name, *both) for name, both in BESIDE.items()]
+    for name, beside, value in pairs:
+        base = {**OPTIONS, "off_policy_high": 1.05, **beside}
+        one, other = (run(policy_loss(each, step, R)) for each in (base, {**base, name: value}))
+        assert one[0] != other[0] or not torch.allclose(one[1], other[1], rtol=1e-4), (name, value)
+
+
+def test_what_is_rejected_stays_in_what_the_loss_is_divided_by():
+    chosen = {**OPTIONS, "off_policy": "reject", "off_policy_low": 0.9, "off_policy_high": 1.1, "entropy_coef": 0.0}
+    _, gradient, report = run(policy_loss({**chosen, "kl_coef": 0.0, "loss": "pg"}, denominators(mask), R))
+    ratio = (logprobs - columns["rollout_logprobs"]).exp()
+    kept = (mask != 0) & (ratio >= 0.9) & (ratio <= 1.1)
+    assert report["rejected"] == float((mask != 0).sum() - kept.sum()) > 0
+    expected = -torch.where(kept, columns["advantage"][:, None], 0.0) / mask.sum()
+    assert torch.allclose(gradient, expected, atol=1e-7)
+
+
+def test_a_loss_of_the_users_own_is_called_as_the_others_are():
+    def own(logprobs, old, advantages, mask, clip_low, clip_high):
+        assert (clip_low, clip_high) == (0.1, 0.3)
+        return pg(logprobs, old, 2 * advantages, mask, clip_low, clip_high)
+
+    options = {**OPTIONS, "clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.0, "entropy_coef": 0.0}
+    step = denominators(mask)
+    twice = run(policy_loss({**options, "loss": "mine.py:own"}, step, R, own))[1]
+    assert torch.allclose(twice, 2 * run(policy_loss({**options, "loss": "pg"}, step, R))[1])
 
 
 def test_an_entropy_bonus_needs_an_entropy():

@@ -10,8 +10,13 @@ from tests.system.test_run import timeless
 pytestmark = pytest.mark.timeout(1200)
 
 
-def test_two_ranks_train_as_one_does(pipeline):
-    path = pipeline(mode="separated", warmup={"steps": 1}, train={"steps": 2})
+WHOLE = {"algorithm": "reinforce++", "kl_coef": 0.1, "entropy_coef": 0.01, "aggregate": "seq-mean-token-mean"}
+"""A loss that must know all rows of a step: its advantages are whitened, and one part of it leaves rows out."""
+
+
+@pytest.mark.parametrize("more", [{}, {**WHOLE, "filters": {"entropy": ["positive"]}}], ids=["added", "whole"])
+def test_two_ranks_train_as_one_does(pipeline, more):
+    path = pipeline(mode="separated", warmup={"steps": 1}, train={"steps": 2, **more})
     one, two = (
         timeless(Flow.from_yaml(path, f"train.data_parallel={ranks}").start().wait(600).folder) for ranks in (1, 2)
     )
