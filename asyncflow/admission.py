@@ -1,7 +1,8 @@
 """Which prompts begin next: as many as the bound allows, those first that are to be generated again.
 
-Admission counts by the version that was trained last, or, where nothing may ever be too old, by the one that the
-slowest engine uses: what begins is then answered by weights that are at least as new.
+Admission counts by the version that was trained last, but by none newer than an evaluation has engines keep; or, where
+nothing may ever be too old, by the one that the slowest engine uses: what begins is then answered by weights that are
+at least as new.
 """
 
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ class Admission:
     def _pace(self, done: int) -> Version:
         trained = self.control.first + done
         if self.config.staleness > 0 and self.config.on_stale != "wait":
-            return trained
+            pinned = self.board.pinned
+            return trained if pinned is None else min(trained, pinned)
         return min(trained, *(self.board.applied.get(name, -1) for name in self.board.engines))
 
     def _finished(self) -> int:

@@ -1,7 +1,7 @@
 """What the flow knows of its replicas, and the one place where it waits for them.
 
 Events change the board under its lock; whoever waits names a condition over the board, a bound and, for the error,
-what is missing. The first failure ends every wait with ReplicaFailed, a request to stop ends them with Stopped.
+what is missing. The first failure ends every wait with its error, a request to stop ends them with Stopped.
 
 What replicas say may be lost with them, so nothing that the run depends on is counted from what they have said: rows
 are noted by their ids, and `settle` hears from the queue which of them live.
@@ -28,11 +28,12 @@ from asyncflow.execute.messages import (
     Published,
     Ready,
     Saved,
+    Scored,
     Stepped,
     Trouble,
     Worked,
 )
-from asyncflow.types import Float64s, Version
+from asyncflow.types import Version
 from asyncflow.watchdog import Watchdog
 
 _AWAY = 60.0
@@ -88,10 +89,10 @@ class Board:
     """Rows of the train table that the trainer let go."""
     ended: Ended = field(default_factory=Ended)
     """Groups of the train table that have ended since they were last asked for."""
-    rewards: list[Float64s] = field(default_factory=list)
-    """Held-out rewards since `rewards` was last cleared."""
-    outcomes: Counter[str] = field(default_factory=Counter)
-    """Outcomes of their scoring, of those that have a reward."""
+    held_out: dict[int, Scored] = field(default_factory=dict)
+    """Held-out responses that were scored, by row, since this was last cleared."""
+    pinned: Version | None = None
+    """The version that engines keep for an evaluation."""
     trouble: Trouble = field(default_factory=Trouble)
     """What scoring has met so far."""
     dropped: int = 0
@@ -107,7 +108,7 @@ class Board:
     copied: set[str] = field(default_factory=set)
     """Folders of checkpoints whose state the trainer has copied, to write it."""
     saved: dict[str, Version] = field(default_factory=dict)
-    failure: ReplicaFailed | None = None
+    failure: AsyncflowError | None = None
     stopping: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     watchdog: Watchdog | None = None
@@ -148,6 +149,12 @@ class Board:
         with self.changed:
             for group in groups:
                 self._lose(group, set(self._rows.get(group, ())) - alive, "")
+            self.changed.notify_all()
+
+    def fail(self, error: AsyncflowError) -> None:
+        """End every wait with this error, unless another came first."""
+        with self.changed:
+            self.failure = self.failure or error
             self.changed.notify_all()
 
     def stop(self) -> None:
@@ -213,6 +220,14 @@ class Board:
         """Engines that do not use this version yet."""
         return [name for name in self.engines if self.applied.get(name, -1) < version]
 
+    def wait_applied(self, version: Version, timeout: float) -> None:
+        """Wait until every engine uses this version, or a newer one."""
+        self.wait(
+            lambda: not self.behind(version),
+            timeout,
+            lambda: f"version {version} to be applied by {self.late(version)}",
+        )
+
     def late(self, version: Version) -> str:
         """Name the engines that do not use this version yet, and what has kept them from it."""
         reasons = {name: own.reason for name, own in self.given_up.items() if own.version >= version}
@@ -253,9 +268,9 @@ class Board:
                 self.served[stage] += rows
                 if stage == "train" and name == TRAINER:
                     self.logged = self.steps["train"]
-            case Evaluated(rewards, outcomes):
-                self.rewards.append(rewards)
-                self.outcomes.update(outcomes)
+            case Evaluated(responses):
+                for response in responses:  # some come again if they were not acknowledged
+                    self.held_out.setdefault(response.row, response)
             case Trouble(detail, retried, replaced):
                 before = self.trouble
                 self.trouble = Trouble(detail or before.detail, before.retried + retried, before.replaced + replaced)

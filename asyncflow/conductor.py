@@ -7,8 +7,8 @@ It never touches a response: everything else follows from what the stages read a
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from asyncflow.data.order import Order
 from asyncflow.data.prompts import Prompts
 from asyncflow.delivery import Delivery
 from asyncflow.errors import AsyncflowError, DataError, StorageError
-from asyncflow.evaluation import evaluate
+from asyncflow.evaluation import Evaluations
 from asyncflow.execute.local import LocalExecutor, assignments
 from asyncflow.execute.messages import (
     REQUEUED,
@@ -101,9 +101,8 @@ class Conductor:
     steps_before: int = field(default=0, init=False)
     """Steps of reinforcement learning that the checkpoint has, of which this run goes on."""
     _warmups_before: int = field(default=0, init=False)
-    _held_back: bool = field(default=False, init=False)
-    """Whether engines are to keep the weights that they have."""
     _delivery: Delivery = field(init=False)
+    _evaluations: Evaluations = field(init=False)
     _training_since: float = field(default=0.0, init=False)
     _saving: Saving = field(init=False)
     _steps: StepLog = field(init=False)
@@ -130,6 +129,7 @@ class Conductor:
         self._saving = Saving(self.config, self.board, self.plan.tables["train"], self.executor.send, self.folder)
         patience = self.config.weights.timeout / max(1, len(self.board.engines))
         self._delivery = Delivery(self.board.engines, TRAINER, self.executor.send, patience)
+        self._evaluations = Evaluations(self.config, self.board, self._delivery, self.metrics, self.trace)
 
     @property
     def phase(self) -> str:
@@ -169,9 +169,10 @@ class Conductor:
         except AsyncflowError as error:
             if self._begun:
                 self._saving.what_is_left()
-            if isinstance(error, StorageError) and self.board.failure is not None:
+            first = self.board.failure
+            if isinstance(error, StorageError) and first is not None and first is not error:
                 # A trainer that failed takes the queue with it: its own error says more than what follows from it.
-                raise self.board.failure from error
+                raise first from error
             raise
         finally:
             self._close()
@@ -196,7 +197,7 @@ class Conductor:
         self.board.take(replica, event)
         if isinstance(event, Published):
             self._delivery.published(event.version, event.offer)
-            if not self.board.stopping and not self._held_back:
+            if not self.board.stopping:
                 self._delivery.use(event.version)
         elif isinstance(event, Staged):
             self._delivery.staged(replica, event.version)
@@ -258,6 +259,11 @@ class Conductor:
                     table.task(stage.name, reads, lease_seconds=lease, durable=stage.durable, **stage.sampling)
             self._tables[name] = table
         self._saving.table = self._tables["train"]
+        held_out = self.materials.held_out
+        if held_out is not None:
+            numbers = np.arange(len(held_out))
+            self._evaluations.table = self._tables["eval"]
+            self._evaluations.prompts = self._prompt_batch(held_out.batch, self.config.eval.temperature, numbers)
         executor = self.config.executor
         stall = min(executor.stall_timeout, executor.wait_timeout / 2)
         self.board.watchdog = Watchdog(stall, self.plan.tables, self._tables)
@@ -287,33 +293,13 @@ class Conductor:
         self._wait_applied(self.board.published)
 
     def _evaluate(self, moment: str, step: int | None = None) -> None:
-        held_out = self.materials.held_out
-        if held_out is None or any(record["moment"] == moment for record in self.metrics.of("eval")):
+        if self.materials.held_out is None or any(record["moment"] == moment for record in self.metrics.of("eval")):
+            return
+        if step is not None and self.config.flows:
+            self._evaluations.begin(moment, step)
             return
         self.phase = f"evaluating {moment}"
-        prompts = self._prompt_batch(held_out.batch, self.config.eval.temperature, np.arange(len(held_out)))
-        extra = {} if step is None else {"step": step}
-        with self._one_version() as version:
-            values, clock = evaluate(self.board, self._tables["eval"], prompts, self.config)
-        self.metrics.log("eval", {"moment": moment, "version": version, **values, **extra}, clock)
-
-    @contextmanager
-    def _one_version(self) -> Iterator[Version]:
-        """Have every engine use the newest weights, and keep to them meanwhile, whatever the trainer publishes.
-
-        What is published at the same time is told of here or there, and no version is told of twice: so the version
-        that is waited for is sent, and after it none until this ends.
-        """
-        with self.board.changed:
-            self._held_back, version = True, self.board.published
-        try:
-            self._delivery.use(version)
-            self._wait_applied(version)
-            yield version
-        finally:
-            with self.board.changed:
-                self._held_back, newest = False, self.board.published
-            self._delivery.use(newest)
+        self._evaluations.between(moment, step)
 
     def _warm_up(self) -> None:
         warmup = self.config.warmup
@@ -350,7 +336,7 @@ class Conductor:
         while done < steps:
             self._fill(admission)
             self._wait(
-                partial(admission.has_news, done),
+                partial(self._has_news, admission, done, self._evaluations.moves),
                 config.executor.wait_timeout,
                 f"step {done + 1 + self.steps_before} to be trained",
             )
@@ -359,11 +345,17 @@ class Conductor:
             while done < board.logged:
                 done += 1
                 if config.staleness == 0:
+                    self._evaluations.free()
                     self._wait_applied(first + done)
                 self._between_steps(first, done)
             admission.hear(done)
         self._wait_published(first + done)
+        self._evaluations.drain()
         self._saving.drain()
+
+    def _has_news(self, admission: Admission, done: int, moves: int) -> bool:
+        """Whether there is anything to do; an evaluation that has moved gives whoever waits for it new patience."""
+        return admission.has_news(done) or self._evaluations.moves > moves
 
     def _fill(self, admission: Admission) -> None:
         """Admit as many prompts as there is room for."""
@@ -415,6 +407,7 @@ class Conductor:
 
     def _close(self) -> None:
         self.phase = "ending"
+        self._evaluations.close()
         self._delivery.close()
         try:
             for name in self.board.replicas:
@@ -441,12 +434,7 @@ class Conductor:
         )
 
     def _wait_applied(self, version: Version) -> None:
-        board = self.board
-        board.wait(
-            lambda: not board.behind(version),
-            self.config.weights.timeout,
-            lambda: f"version {version} to be applied by {board.late(version)}",
-        )
+        self.board.wait_applied(version, self.config.weights.timeout)
 
     def _prompt_batch(self, prompts: Batch, temperature: float, numbers: Int64s) -> Batch:
         return prompts.with_columns(

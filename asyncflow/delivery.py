@@ -2,7 +2,8 @@
 
 An engine is told of one version at a time, and of the newest again when it has answered: that it uses it, or that it
 gave it up. So one that stands still is sent nothing more, and one that was slow skips what is old by then. One that
-comes later is told of the newest at once. A version is retired when every engine has answered for it or a newer one.
+comes later is told of the newest at once. While a version is held, it is the newest for all of this; what is published
+meanwhile is told when it is released. A version is retired when every engine has answered for it or a newer one.
 """
 
 import threading
@@ -24,6 +25,10 @@ class Delivery:
         self._turns = Turns(send, patience)
         self._lock = threading.Lock()
         self._offers: dict[Version, bytes] = {}
+        self._newest: Version = -1
+        """The newest version that was to be used."""
+        self._held = False
+        """Whether engines are to keep what they were last told of."""
         self._wanted: Version = -1
         self._asked: set[str] = set()
         """Engines that have not answered."""
@@ -42,9 +47,23 @@ class Delivery:
     def use(self, version: Version) -> None:
         """Have every engine use a version; those that use it or a newer one, or are at work on it, are left alone."""
         with self._lock:
-            self._wanted = max(self._wanted, version)
-            self._offers = {other: offer for other, offer in self._offers.items() if other >= self._wanted}
-            self._tell_all()
+            self._newest = max(self._newest, version)
+            if not self._held:
+                self._want(self._newest)
+
+    def hold(self, version: Version) -> Version:
+        """Have every engine use this version, or the newest that was told of before, and keep it; return which."""
+        with self._lock:
+            self._newest = max(self._newest, version)
+            self._want(self._newest)
+            self._held = True
+            return self._wanted
+
+    def release(self) -> None:
+        """Have every engine use the newest version again, also one that came meanwhile."""
+        with self._lock:
+            self._held = False
+            self._want(self._newest)
 
     def staged(self, engine: str, version: Version) -> None:
         """Hear that an engine has a version, and waits for its turn to apply it."""
@@ -78,6 +97,11 @@ class Delivery:
             if version < self._wanted:
                 self._tell(engine)
             self._retire()
+
+    def _want(self, version: Version) -> None:
+        self._wanted = version
+        self._offers = {other: offer for other, offer in self._offers.items() if other >= version}
+        self._tell_all()
 
     def _tell_all(self) -> None:
         for engine in self._engines:

@@ -61,6 +61,8 @@ class StageSpec:
     """Rows stay until the stage commits them: the trainer's two-level acknowledgement."""
     lanes: int = 1
     """How many batches a replica works on at once, each in a thread of its own."""
+    paced: bool = True
+    """Whether lanes wait until the stage has room for their next batch; else whoever puts the rows sees to it."""
     gathers: bool = False
     """Batches stay leased until the stage says that it is done with all of them."""
     ranks: int = 1

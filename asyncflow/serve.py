@@ -63,7 +63,7 @@ def run(
     gathered = _Gathered()
     with suppress(QueueClosed), closing(stream):
         while not context.stopping.is_set():
-            if spec.lanes > 1 and isinstance(stage, Paced):
+            if spec.lanes > 1 and spec.paced and isinstance(stage, Paced):
                 stage.await_room()  # the stage is busy, if not this lane: that is no time without rows
             timing = Timing()
             lease = _next(spec, table, stream, context.config.executor.wait_timeout, gathered)

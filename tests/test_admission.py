@@ -75,6 +75,21 @@ def test_where_nothing_may_be_too_old_the_slowest_engine_sets_the_pace(options, 
     assert begun + PROMPTS * more + len(admitted(own, board)) == begun + PROMPTS * 3
 
 
+def test_while_an_evaluation_keeps_the_engines_no_more_begins_than_their_version_allows():
+    own, board = admission(on_stale="mask")
+    begun = len(admitted(own, board))
+    board.pinned = 1
+    for version in (1, 2, 3):
+        trained(board, version, ())
+    own.hear(3)
+    assert begun + len(admitted(own, board)) == PROMPTS * 3, "as much as version 1 and a bound of 1 allow"
+    assert not own.has_news(3)
+    board.pinned = None
+    assert own.has_news(3)
+    own.hear(3)
+    assert len(admitted(own, board)) == PROMPTS * 2
+
+
 def test_nothing_begins_while_enough_is_finished_and_not_trained():
     own, board = admission(max_staleness=2, run_ahead=1)
     assert len(admitted(own, board)) == 3 * PROMPTS

@@ -1,6 +1,5 @@
 import threading
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from asyncflow.execute.messages import (
     GaveUp,
     Published,
     Ready,
+    Scored,
     Stepped,
     Trouble,
 )
@@ -73,16 +73,28 @@ def test_engines_are_behind_until_they_have_applied_a_version():
     assert own.behind(3) == []
 
 
-def test_steps_and_rewards_are_kept_apart_by_table():
+def test_steps_are_kept_apart_by_table():
     own = board()
     own.take("b", Stepped("warmup", 1, {}))
     own.take("b", Stepped("train", 2, {}))
-    own.take("b", Evaluated(np.array([1.0, 0.0]), {"ok": 1, "timeout": 1}))
-    own.take("b", Evaluated(np.array([]), {}))
-    own.take("b", Evaluated(np.array([0.0]), {"timeout": 1}))
     assert own.steps == {"warmup": 1, "train": 1}
-    assert sum(map(len, own.rewards)) == 3
-    assert own.outcomes == {"ok": 1, "timeout": 2}
+
+
+def test_a_held_out_response_counts_as_it_was_told_first_however_often_it_comes():
+    own = board()
+    first, again, other = (Scored(row, reward, "ok", "x", (3,)) for row, reward in ((7, 1.0), (7, 0.0), (8, 0.5)))
+    own.take("b", Evaluated((first,)))
+    own.take("b", Evaluated((again, other)))
+    assert own.held_out == {7: first, 8: other}
+
+
+def test_an_error_beside_the_replicas_ends_every_wait_and_does_not_hide_the_first():
+    own = board()
+    own.fail(WaitTimeout("first"))
+    own.fail(WaitTimeout("second"))
+    own.take("b", Failed("third"))
+    with pytest.raises(WaitTimeout, match="first"):
+        own.wait(lambda: True, 1, lambda: "nothing")
 
 
 def test_the_last_trouble_with_scoring_is_kept_and_what_it_cost_is_added_up():

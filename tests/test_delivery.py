@@ -87,6 +87,28 @@ def test_what_is_held_back_is_told_when_it_is_used():
     assert sent.asked["a"] == Apply(2, b"2")
 
 
+def test_while_a_version_is_held_it_is_the_newest_for_all_also_for_one_that_begins_again():
+    own, sent = delivery()
+    publish(own, 1)
+    for engine in ENGINES:
+        answer(own, sent, engine)
+    assert own.hold(1) == 1
+    for version in (2, 3):
+        publish(own, version)
+    own.joined("b")
+    assert sent.asked == {"b": Apply(1, b"1")}
+    answer(own, sent, "b")
+    own.release()
+    assert sent.asked == {engine: Apply(3, b"3") for engine in ENGINES}
+
+
+def test_what_was_told_of_before_is_held_if_it_is_newer():
+    own, sent = delivery()
+    publish(own, 2)
+    assert own.hold(1) == 2
+    assert sent.asked == {engine: Apply(2, b"2") for engine in ENGINES}
+
+
 def test_one_that_is_gone_keeps_nobody_waiting_for_its_turn():
     told = []
     own = Delivery(ENGINES, "trainer-0", lambda engine, command: told.append((engine, command)))
@@ -101,17 +123,26 @@ def test_one_that_is_gone_keeps_nobody_waiting_for_its_turn():
     own.close()
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["publish", "applied", "gave up", "joined"]), st.sampled_from(ENGINES)))
+WHAT = ["publish", "applied", "gave up", "joined", "hold", "release"]
+STEPS = st.lists(st.tuples(st.sampled_from(WHAT), st.sampled_from(ENGINES)))
 
 
 @given(STEPS)
 def test_everybody_ends_with_the_newest_and_nothing_is_retired_that_is_needed(steps):
     own, sent = delivery()
     version, uses, settled = -1, dict.fromkeys(ENGINES, -1), dict.fromkeys(ENGINES, -1)
-    for what, engine in [*steps, *[("applied", engine) for engine in ENGINES * 3]]:
+    held = None
+    for what, engine in [*steps, ("release", "a"), *[("applied", engine) for engine in ENGINES * 3]]:
         if what == "publish":
             version += 1
             publish(own, version)
+        elif what == "hold" and held is None:
+            held = own.hold(version)
+        elif what == "release":
+            held = None
+            own.release()
+        elif what == "hold":
+            continue
         elif what == "joined":
             sent.asked.pop(engine, None)
             uses[engine] = settled[engine] = -1
@@ -119,6 +150,7 @@ def test_everybody_ends_with_the_newest_and_nothing_is_retired_that_is_needed(st
         elif engine in sent.asked:
             told = sent.asked[engine].version
             assert told >= sent.retired
+            assert held is None or told <= held
             settled[engine] = told
             uses[engine] = told if what == "applied" else uses[engine]
             answer(own, sent, engine, applied=what == "applied")

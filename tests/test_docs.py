@@ -31,3 +31,14 @@ def test_the_pipeline_that_the_readme_shows_is_valid(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def closeness(response, answer):\n    return 1.0\n")
     (tmp_path / "pipeline.yaml").write_text(block)
     assert load(["pipeline.yaml"]).pipeline.train.steps == 200
+
+
+def test_the_settings_that_the_page_on_evaluation_shows_are_valid(tmp_path, monkeypatch):
+    (block,) = re.findall(r"```yaml\n(eval:.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipeline.yaml").write_text(
+        "model: {config: {model_type: qwen2}, tokenizer: characters}\n"
+        f"data: {{source: python}}\nreward: {{fn: exact_match}}\n{block}"
+    )
+    found = load(["pipeline.yaml"]).pipeline
+    assert (found.eval.samples, found.eval.k, found.mode) == (8, [1, 8], "async")

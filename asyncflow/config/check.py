@@ -142,10 +142,40 @@ def _eval(pipeline: Pipeline) -> Iterator[Problem]:
     elif size is not None and section.rows >= size:
         left = f"{section.rows} held-out prompts of data.size {size} leave none to train on"
         yield Problem(("eval", "rows"), left, uses=(("data", "size"), ("eval", "source")))
-    for name in ("source", "every"):
-        if getattr(section, name) and section.rows == 0:
-            why = "has no effect while eval.rows is 0"
-            yield Problem(("eval", name), why, uses=(("eval", "rows"),), at="key")
+    if section.answer:
+        yield from _function(("eval", "answer"), section.answer)
+    if section.samples > 1 and section.temperature == 0:
+        why = f"{section.samples} responses at temperature 0 would all be the same: give `eval.temperature`"
+        yield Problem(("eval", "samples"), why, uses=(("eval", "temperature"),))
+    for number, k in enumerate(section.k):
+        if k > section.samples:
+            why = f"{k} is more than eval.samples {section.samples}: raise that, or use at most as many"
+            yield Problem(("eval", "k", number), why, uses=(("eval", "samples"),))
+    if section.max_inflight is not None and section.max_inflight < section.samples:
+        why = f"{section.max_inflight} is less than eval.samples {section.samples}, which begin together: use as many"
+        yield Problem(("eval", "max_inflight"), why, uses=(("eval", "samples"),))
+    yield from _idle(pipeline)
+
+
+def _idle(pipeline: Pipeline) -> Iterator[Problem]:
+    """Settings of evaluation that nothing follows from."""
+    section = pipeline.eval
+    fields = type(section).model_fields
+    names = ("source", "every", "samples", "k", "answer", "max_inflight")
+    chosen = [name for name in names if getattr(section, name) != fields[name].default]
+    for name in chosen:
+        if section.rows == 0:
+            yield Problem(("eval", name), "has no effect while eval.rows is 0", uses=(("eval", "rows"),), at="key")
+        elif name == "answer" and section.samples == 1:
+            why = "has no effect while eval.samples is 1: one response has no majority"
+            yield Problem(("eval", name), why, uses=(("eval", "samples"),), at="key")
+        elif name == "max_inflight" and not section.every:
+            why = "has no effect without eval.every: nothing is trained beside the other evaluations"
+            yield Problem(("eval", name), why, uses=(("eval", "every"),), at="key")
+        elif name == "max_inflight" and not pipeline.flows:
+            mode = "with `deterministic`" if pipeline.deterministic else f"in mode {pipeline.mode}"
+            why = f"has no effect {mode}, which evaluates between two steps: leave it out"
+            yield Problem(("eval", name), why, uses=(("mode",), ("deterministic",)), at="key")
 
 
 def _retries(pipeline: Pipeline) -> Iterator[Problem]:

@@ -231,7 +231,7 @@ def _anchor(merged: Document) -> None:
         _rewrite(merged, route, _anchored_path)
     for route in (("data", "source"), ("eval", "source")):
         _rewrite(merged, route, _anchored_source)
-    for route in (("reward", "fn"), ("train", "advantage"), ("train", "loss")):
+    for route in (("reward", "fn"), ("eval", "answer"), ("train", "advantage"), ("train", "loss")):
         _rewrite(merged, route, anchor)
     stages = merged.tree.get("stages")
     for number in range(len(stages) if isinstance(stages, list) else 0):

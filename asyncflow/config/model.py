@@ -74,6 +74,16 @@ class Eval(Section):
     """Sampling temperature of evaluation; 0 is greedy."""
     correct_at: Float = 1.0
     """A response counts as correct when its reward is at least this."""
+    samples: PositiveInt = 1
+    """Responses to each held-out prompt; several need a temperature above 0."""
+    k: list[PositiveInt] = []
+    """For which numbers of samples `pass@k`, `mean@k` and `maj@k` are told; by default for `samples` alone."""
+    answer: str | None = None
+    """`module:function` or `file.py:function` that finds the answer in the text of a response, or None, for `maj@k`;
+    by default the text itself, without the space around it."""
+    max_inflight: PositiveInt | None = None
+    """Most held-out responses that are generated at once while training goes on beside them (modes `streaming` and
+    `async`); by default a quarter of what the engines work on, and at least `samples`."""
 
 
 class Rollout(Section):
@@ -240,6 +250,11 @@ class Pipeline(Section):
     def phased(self) -> bool:
         """Whether each stage waits for the whole phase before it."""
         return self.mode in ("colocated", "separated")
+
+    @property
+    def flows(self) -> bool:
+        """Whether rows go on as soon as they are ready, in whichever order that is."""
+        return not self.phased and not self.deterministic
 
     @property
     def takes_turns(self) -> bool:

@@ -82,6 +82,7 @@ _SAME: Mapping[tuple[str, ...], str] = {
     ("train.aggregate",): "loss_type loss_agg_mode loss_aggregation reduction",
     ("eval.source",): "eval_dataset val_files eval_prompt_data val_data test_files eval_data",
     ("eval.every",): "eval_steps test_freq eval_interval val_period eval_freq",
+    ("eval.samples",): "n_samples_per_eval_prompt num_generations_eval",
     ("output.folder",): "output_dir save_dir save_path save default_local_dir checkpoint_dir logging_dir run_dir",
     ("output.checkpoint_every",): "save_steps save_freq save_interval save_period ckpt_interval",
     ("output.keep_checkpoints",): "save_total_limit max_ckpt_num max_ckpt_to_keep keep_last",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from asyncflow.types import Float64s, Version
+from asyncflow.types import Version
 
 Metric: TypeAlias = float | Sequence[int] | Mapping[str, int]
 """A number of a step; or how many rows have the value 0, 1, 2 and so on, or the value of that name."""
@@ -82,12 +82,24 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
-    """Held-out responses were scored; one reward for each row."""
+class Scored:
+    """A held-out response, by its row, which tells of whose prompt it is which sample."""
 
-    rewards: Float64s
-    outcomes: Mapping[str, int] = field(default_factory=dict)
-    """How many of them came of which outcome of the scoring."""
+    row: int
+    reward: float
+    outcome: str
+    """Of the scoring."""
+    answer: str | None
+    """What it says; None if there is no answer in it."""
+    versions: tuple[Version, ...]
+    """Which versions made its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Held-out responses were scored."""
+
+    responses: tuple[Scored, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,13 @@ class Metrics:
         with self._lock:
             return self._stopwatch.times()
 
-    def log(self, kind: str, values: Mapping[str, Any], clock: Mapping[str, float] | None = None) -> Record:
-        """Add a record of a kind (`step`, `warmup`, `eval`); `clock` holds what depends on the clock."""
+    def log(
+        self, kind: str, values: Mapping[str, Any], clock: Mapping[str, float] | None = None, *, beside: bool = False
+    ) -> Record:
+        """Add a record of a kind (`step`, `warmup`, `eval`); `clock` holds what depends on the clock.
+
+        What went on `beside` the step that is running takes nothing from its time.
+        """
         with self._lock:
             now = time.monotonic()
             timing = {"elapsed": now - self.started, **(clock or {})}
@@ -82,7 +87,7 @@ class Metrics:
             record["time"] = {key: round(value, 4) for key, value in timing.items()}
             if kind == "step":
                 record["time"] |= self._step_time(values, now - self._logged)
-            self._logged = now
+            self._logged = self._logged if beside else now
             self.records.append(record)
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8")

@@ -38,9 +38,10 @@ class Lines:
 
     def __call__(self, record: Record) -> None:
         if record["kind"] == "eval":
-            self._write(
-                f"eval {record['moment']}: accuracy {number(record['accuracy'])} over {record['rows']} held-out prompts"
-            )
+            several = [key for key in record if "@" in key and not key.endswith("@1")]
+            found = ", ".join(f"{key} {number(record[key])}" for key in ("accuracy", *several))
+            prompts = record.get("prompts", record["rows"])
+            self._write(f"eval {record['moment']}: {found} over {prompts} held-out prompts")
             return
         every = max(1, self._steps // 40)
         if record["step"] % every and record["step"] != self._steps:

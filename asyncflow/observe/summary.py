@@ -66,6 +66,7 @@ def summarise(
 def _evaluations(records: list[Record]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for record in records:
-        for key in ("accuracy", "reward_mean"):
+        several = [key for key in record if "@" in key and not key.endswith("@1")]  # of one sample accuracy says it all
+        for key in ("accuracy", "reward_mean", *several):
             found[f"eval/{key}_{record['moment']}"] = record[key]
     return found

@@ -47,6 +47,9 @@ _GROUPS = 64
 _GROUPS_PER_FIT = 4
 """How much longer than the mean response the longest of a group may be, for the engine to be full all the time."""
 
+_EVAL_LANES = 64
+"""Most batches of held-out prompts that an engine works on at once; with more room than that each has several."""
+
 _ROWS_PER_RANK = 4
 """Rows that each rank of the trainer gets at least, if a step has as many: shares of fewer are less even."""
 
@@ -98,7 +101,9 @@ def _ready(config: Pipeline, *, groups: bool = False) -> Take:
 def _rollout(config: Pipeline, table: str) -> StageSpec:
     replicas = config.rollout.replicas
     rows = None if replicas == 1 else -(-config.rows_per_step // replicas)
-    flows = table == "train" and not config.phased and not config.deterministic
+    take, lanes = Take(rows=rows, whole=True), 1
+    if config.flows:
+        take, lanes = (Take(groups=1), _lanes(config)) if table == "train" else _held_out(config)
     return StageSpec(
         "rollout",
         ("prompt_tokens", "temperature", "seed"),
@@ -107,8 +112,9 @@ def _rollout(config: Pipeline, table: str) -> StageSpec:
         table=table,
         host="rollout",
         replicas=replicas,
-        take=Take(groups=1) if flows else Take(rows=rows, whole=True),
-        lanes=_lanes(config) if flows else 1,
+        take=take,
+        lanes=lanes,
+        paced=table == "train",
     )
 
 
@@ -118,10 +124,19 @@ def _lanes(config: Pipeline) -> int:
     return min(most, _GROUPS_PER_FIT * -(-most // config.train.group_size))
 
 
+def _held_out(config: Pipeline) -> tuple[Take, int]:
+    """Return what a lane takes, and how many there are, so that an engine that has nothing else to do is full."""
+    prompts = -(-config.rollout.max_inflight // config.eval.samples)
+    lanes = min(prompts, _EVAL_LANES)
+    groups = -(-prompts // lanes)
+    return Take(groups=groups, partial=groups > 1), lanes
+
+
 def _reward(config: Pipeline, table: str) -> StageSpec:
     reads = ("prompt_text", "response_text", "answer_text", "item")
-    take = _ready(config) if table == "train" else _PHASE
-    return StageSpec("reward", reads, REWARD_COLUMNS, build="asyncflow.stages.reward:Reward", table=table, take=take)
+    return StageSpec(
+        "reward", reads, REWARD_COLUMNS, build="asyncflow.stages.reward:Reward", table=table, take=_ready(config)
+    )
 
 
 def _reference(config: Pipeline) -> StageSpec:
@@ -230,10 +245,11 @@ def _few(config: Pipeline) -> int:
 def _eval(config: Pipeline) -> list[StageSpec]:
     collect = StageSpec(
         "evaluate",
-        tuple(REWARD_COLUMNS),
+        (*REWARD_COLUMNS, "response_text", "versions"),
         build="asyncflow.stages.evaluate:Evaluate",
         table="eval",
         take=Take(partial=True, rows=1024),
+        drops=False,
     )
     return [_source("eval", PROMPT_COLUMNS), _rollout(config, "eval"), _reward(config, "eval"), collect]
 

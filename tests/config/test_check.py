@@ -79,6 +79,34 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
         (["eval.every=3"], "eval.every: has no effect while eval.rows is 0"),
         (["eval.source=python"], "eval.source: has no effect while eval.rows is 0"),
         (
+            ["eval={rows: 3, samples: 4}"],
+            "eval.samples: 4 responses at temperature 0 would all be the same: give `eval.temperature`",
+        ),
+        (
+            ["eval={rows: 3, samples: 4, temperature: 1, k: [1, 8]}"],
+            "eval.k[1]: 8 is more than eval.samples 4: raise that, or use at most as many",
+        ),
+        (["eval={rows: 3, every: 1, max_inflight: 0}", "mode=async"], "eval.max_inflight: expected"),
+        (
+            ["eval={rows: 3, every: 1, samples: 4, temperature: 1, max_inflight: 3}", "mode=async"],
+            "eval.max_inflight: 3 is less than eval.samples 4, which begin together",
+        ),
+        (
+            ["eval={rows: 3, every: 1, max_inflight: 3}"],
+            "eval.max_inflight: has no effect in mode separated, which evaluates between two steps",
+        ),
+        (
+            ["eval={rows: 3, every: 1, max_inflight: 3}", "mode=streaming", "deterministic=true"],
+            "eval.max_inflight: has no effect with `deterministic`, which evaluates between two steps",
+        ),
+        (["eval={rows: 3, max_inflight: 3}", "mode=async"], "eval.max_inflight: has no effect without eval.every"),
+        (["eval={rows: 3, answer: json:dumps}"], "eval.answer: has no effect while eval.samples is 1"),
+        (
+            ["eval={rows: 3, samples: 2, temperature: 1, answer: nowhere.py:f}"],
+            "eval.answer: nowhere.py does not exist in ",
+        ),
+        (["eval.k=[1]"], "eval.k: has no effect while eval.rows is 0"),
+        (
             ["data.source=reasoning_gym:chain_sum"],
             "data.source: reasoning_gym makes items without end: give `data.size`",
         ),
@@ -131,6 +159,8 @@ def test_what_does_not_go_together_is_refused(check_lines, overrides, message):
         ["reward.fn=json:dumps"],
         ["model.config=null", "model.path=."],
         ["data.source=python", "data.size=11", "eval.rows=10", "eval.every=5"],
+        ["mode=async", "eval={rows: 3, every: 1, samples: 4, temperature: 1, k: [1, 4], answer: json:dumps}"],
+        ["mode=streaming", "eval={rows: 3, every: 1, max_inflight: 1}"],
     ],
 )
 def test_what_goes_together_passes(check_lines, overrides):

@@ -111,6 +111,9 @@ def test_plain_lines_show_evaluations_and_some_steps():
     show({"kind": "eval", "moment": "after", "accuracy": 0.91, "rows": 200, "time": {}})
     assert len(lines) == 41
     assert lines[-1] == "eval after: accuracy 0.91 over 200 held-out prompts"
+    several = {"prompts": 50, "pass@1": 0.9, "pass@4": 0.97, "maj@4": None}
+    show({"kind": "eval", "moment": "after", "accuracy": 0.91, "rows": 200, **several, "time": {}})
+    assert lines[-1] == "eval after: accuracy 0.91, pass@4 0.97, maj@4 – over 50 held-out prompts"
 
 
 @pytest.mark.parametrize(("values", "line"), [([1.0], "▁"), ([0.0, 1.0], "▁█"), ([2.0, 2.0, 2.0], "▁▁▁")])
@@ -120,3 +123,14 @@ def test_sparklines(values, line):
 
 def test_numbers_are_short():
     assert [number(None), number(0.12345), number(12345.6)] == ["–", "0.123", "12,346"]
+
+
+def test_what_is_recorded_beside_a_step_takes_nothing_from_its_time(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics._logged -= 100
+    metrics.log("eval", {"moment": "step_1", "version": 1}, beside=True)
+    assert metrics.log("step", {"step": 1, "version": 1})["time"]["seconds"] >= 100
+    metrics._logged -= 100
+    metrics.log("eval", {"moment": "after", "version": 1})
+    assert metrics.log("step", {"step": 2, "version": 2})["time"]["seconds"] < 100
+    metrics.close()

@@ -2,11 +2,11 @@
 
 import pytest
 
-from asyncflow.config.model import Data, Model, Output, Pipeline, Reward, Rollout
+from asyncflow.config.model import Data, Eval, Model, Output, Pipeline, Reward, Rollout
 from asyncflow.config.model import Stage as StageConfig
 from asyncflow.config.training import Train
 from asyncflow.errors import ConfigError
-from asyncflow.pipeline import StageSpec
+from asyncflow.pipeline import StageSpec, Take
 from asyncflow.stages.plan import plan
 
 SHAPED = StageConfig(fn="own.py:shaped", reads=("reward",), writes={"shaped": "float64"})
@@ -53,6 +53,26 @@ def test_nothing_waits_for_a_stage_that_comes_after_the_trainer_and_it_drops_not
     found = stages(LATE, LATER)
     assert found["train"].reads == stages()["train"].reads
     assert {name for name, stage in found.items() if not stage.drops} == {"late", "later", "samples"}
+
+
+@pytest.mark.parametrize(
+    ("room", "samples", "take", "lanes"),
+    [(8, 1, Take(groups=1), 8), (8, 3, Take(groups=1), 3), (256, 2, Take(groups=2, partial=True), 64)],
+)
+def test_held_out_prompts_alone_fill_an_engine_and_ask_for_no_room(room, samples, take, lanes):
+    config = Pipeline(
+        model=Model(path="."),
+        data=Data(source="python"),
+        reward=Reward(fn="exact_match"),
+        rollout=Rollout(max_inflight=room),
+        eval=Eval(rows=4, samples=samples, temperature=1.0),
+        mode="async",
+    )
+    phases = config.model_copy(update={"mode": "separated"})
+    found, phased = ({stage.name: stage for stage in plan(one).tables["eval"].stages} for one in (config, phases))
+    assert (found["rollout"].take, found["rollout"].lanes, found["rollout"].paced) == (take, lanes, False)
+    assert not found["evaluate"].drops
+    assert (phased["rollout"].take, phased["rollout"].lanes) == (Take(whole=True), 1)
 
 
 @pytest.mark.parametrize(
