@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from benchmarks import learning
+from benchmarks.learning import STUDY
 
 TINY = ["warmup=null", "train.steps=2", "train.prompts_per_step=2", "eval.rows=2", "data.size=20"]
 
@@ -14,11 +14,11 @@ def test_runs_are_added_to_what_was_measured_before(tmp_path):
            "staleness_max": 0.0, "ledger": {}, "rows_per_s": 10.0, "seconds": 1.0, "commit": "c"}  # fmt: skip
     (tmp_path / "learning.json").write_text(json.dumps({**before, "runs": {"colocated": {"0": run, "1": run}}}))
     chosen = ["--seeds", "0", "--case", "async, 1", "--set", *TINY]
-    found = json.loads(learning.main([*chosen, "--output", str(tmp_path)]).read_text())
+    found = json.loads(STUDY.main([*chosen, "--output", str(tmp_path)]).read_text())
     assert found["runs"]["colocated"] == {"0": run, "1": run}
     made = found["runs"]["async, 1"]["0"]
     assert len(made["reward"]) == 2
     assert made["staleness_max"] <= 1
     assert (tmp_path / "learning.png").stat().st_size > 1000
     made["accuracy"]["after_warmup"] = 0.0
-    assert "| colocated | 2 | 10% (10–10) | 90% (90–90) | 0 (0–0) | 0 |" in learning.page(found)
+    assert "| colocated | 2 | 10% (10–10) | 90% (90–90) | 0 (0–0) | 0 |" in STUDY.page(found)
