@@ -147,7 +147,7 @@ class Conductor:
 
     def run(self) -> bool:
         """Conduct the run to its end; False if it was stopped before. Whatever happens, nothing is left running."""
-        if self.config.staleness > 1:
+        if self.config.staleness > 1 and self.config.train.off_policy == "none":
             log.warning(
                 "max_staleness %d: the loss has no correction for what is more than a version old",
                 self.config.staleness,

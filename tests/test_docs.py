@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from asyncflow.algorithms.options import BASE, RECIPES
 from asyncflow.config.load import load
 from asyncflow.config.reference import reference
 
@@ -42,3 +44,13 @@ def test_the_settings_that_the_page_on_evaluation_shows_are_valid(tmp_path, monk
     )
     found = load(["pipeline.yaml"]).pipeline
     assert (found.eval.samples, found.eval.k, found.mode) == (8, [1, 8], "async")
+
+
+def test_the_page_on_algorithms_has_every_recipe_with_its_values_and_every_option():
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    for recipe, own in RECIPES.items():
+        (row,) = re.findall(rf"^\| `{re.escape(recipe)}` \| (.*) \| .* \|$", page, re.MULTILINE)[:1]
+        values = {name: yaml.safe_load(value) for name, value in re.findall(r"`(\w+): ([^`]+)`", row)}
+        assert values == own, recipe
+    for name in BASE:
+        assert f"`{name}" in page, name

@@ -69,13 +69,15 @@ def test_a_streaming_run_trains_on_what_the_newest_weights_made(pipeline):
 
 
 @pytest.mark.parametrize(
-    ("bound", "policy", "more"), [(2, "wait", []), (1, "mask", ["rollout.replicas=2"]), (0, "wait", ["run_ahead=1"])]
+    ("bound", "policy", "more"),
+    [(3, "wait", []), (2, "wait", []), (1, "mask", ["rollout.replicas=2"]), (0, "wait", ["run_ahead=1"])],
 )
 def test_an_asynchronous_run_keeps_its_bound_and_makes_use_of_it(pipeline, caplog, bound, policy, more):
-    path = pipeline(mode="async", max_staleness=bound, on_stale=policy, train={"steps": 6}, rollout={"max_inflight": 8})
+    train = {"steps": 6, "off_policy": "none" if bound < 3 else "tis"}
+    path = pipeline(mode="async", max_staleness=bound, on_stale=policy, train=train, rollout={"max_inflight": 8})
     folder = Flow.from_yaml(path, *more).start().wait(300).folder
     check_ledger(folder, steps=6)
-    assert ("the loss has no correction for what is more than a version old" in caplog.text) == (bound > 1)
+    assert ("the loss has no correction for what is more than a version old" in caplog.text) == (bound == 2)
     rows = trained(folder)
     if policy == "wait":
         check_bound(rows, bound)
