@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from asyncflow.algorithms.report import Report
 from asyncflow.storage.batch import Batch
 from asyncflow.types import Float32s, Int32s, Int64s, RowIds, Version
 
 if TYPE_CHECKING:
     import torch
+
+    from asyncflow.algorithms.report import Report
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -178,7 +179,7 @@ class Scored:
     """Full-vocabulary entropy, with gradient only if it was asked for; None where an engine does not compute it."""
 
 
-LossOutput = tuple["torch.Tensor", Report]
+LossOutput = tuple["torch.Tensor", "Report"]
 """A scalar loss whose sum over the micro-batches of a step is the loss of the step, and what it reports: sums, and
 maxima under names that end in `_max` (`asyncflow.algorithms.report`)."""
 
@@ -263,7 +264,7 @@ class TrainEngine(Protocol):
         Every rank yields the same number, empty ones where its rows do not suffice.
         """
 
-    def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Report:
+    def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> "Report":
         """Add the gradient of `loss` and return what it reports; with `entropy` the entropy carries gradient."""
 
     def optim_step(self, lr: float, scale: float = 1.0) -> StepReport:
