@@ -60,15 +60,19 @@ def pipeline(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Install a module with an inference engine, whose class has the module's name, as a package would."""
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Install a module with inference engines, as a package would; runs then work in its folder.
 
-    def install(name: str, text: str) -> None:
-        (tmp_path / f"{name}.py").write_text(text)
-        about = tmp_path / f"{name}-1.dist-info"
+    Each engine has the name of its class in small letters; without names there is one, that of the module.
+    """
+
+    def install(module: str, text: str, *names: str) -> None:
+        (tmp_path / f"{module}.py").write_text(text)
+        about = tmp_path / f"{module}-1.dist-info"
         about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        (about / "entry_points.txt").write_text(f"[asyncflow.infer]\n{name} = {name}:{name.capitalize()}\n")
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
+        points = [f"{name} = {module}:{name.capitalize()}\n" for name in names or (module,)]
+        (about / "entry_points.txt").write_text("".join(["[asyncflow.infer]\n", *points]))
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.chdir(tmp_path)
 

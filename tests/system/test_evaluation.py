@@ -43,15 +43,9 @@ class Holds(TransformersEngine):
 
 
 @pytest.fixture
-def holds(tmp_path, monkeypatch) -> Path:
-    """An engine of a package of its own, found by its entry point; returns the folder that it runs in."""
-    (tmp_path / "holds.py").write_text(HOLDS)
-    about = tmp_path / "holds-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: holds\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[asyncflow.infer]\nholds = holds:Holds\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def holds(tmp_path, engine) -> Path:
+    """Return the folder that the engine runs in."""
+    engine("holds", HOLDS)
     return tmp_path
 
 

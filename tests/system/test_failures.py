@@ -178,15 +178,9 @@ class Mortal(TransformersEngine):
 
 
 @pytest.fixture
-def engines(tmp_path, monkeypatch) -> Path:
-    """Engines of a package of its own, found by their entry points; returns the folder that they run in."""
-    (tmp_path / "dying.py").write_text(ENGINES)
-    about = tmp_path / "dying-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: dying\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[asyncflow.infer]\npoison = dying:Poison\nmortal = dying:Mortal\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def engines(tmp_path, engine) -> Path:
+    """Return the folder that the engines run in."""
+    engine("dying", ENGINES, "poison", "mortal")
     return tmp_path
 
 
