@@ -10,6 +10,7 @@ from tests.system.test_run import timeless
 
 pytestmark = pytest.mark.timeout(1200)  # processes start slowly where cores are shared
 
+MODES = ("colocated", "streaming")
 SHORT = {"warmup": None, "eval": {"rows": 0}}
 
 
@@ -36,10 +37,16 @@ def test_a_recipe_trains(pipeline, recipe, more):
     assert all(("off_policy_rejected_share" in step) == ("off_policy" in more) for step in steps(summary.folder))
 
 
-def test_groups_without_a_signal_are_replaced_until_the_step_is_full(pipeline, tmp_path):
+@pytest.fixture
+def dull(tmp_path):
+    """A reward that is the same for all responses to a third of the prompts."""
     (tmp_path / "dull.py").write_text(
         "def dull(response, word):\n    return 1.0 if word[0] == 'd' else float(len(set(response)))\n"
     )
+
+
+@pytest.mark.usefixtures("dull")
+def test_groups_without_a_signal_are_replaced_until_the_step_is_full(pipeline):
     path = pipeline(
         **SHORT, train={"algorithm": "dapo", "steps": 2}, reward={"fn": "dull.py:dull"}, output={"samples_every": 1}
     )
@@ -48,6 +55,24 @@ def test_groups_without_a_signal_are_replaced_until_the_step_is_full(pipeline, t
     assert ledger["dropped"]["no_signal"] > 0
     assert ledger["admitted"] == ledger["done"] + ledger["dropped"]["no_signal"]
     assert all(step["rows"] == 16 and step["advantage_zero_share"] == 0 for step in steps(summary.folder))
+
+
+@pytest.mark.usefixtures("dull")
+def test_which_groups_replace_others_does_not_depend_on_the_mode(pipeline):
+    train = {"algorithm": "dapo", "steps": 3}
+    path = pipeline(**SHORT, deterministic=True, train=train, reward={"fn": "dull.py:dull"})
+    one, other = (timeless(Flow.from_yaml(path, f"mode={mode}").start().wait(300).folder) for mode in MODES)
+    assert one == other
+
+
+@pytest.mark.usefixtures("dull")
+def test_with_a_bound_what_is_more_than_a_step_needs_is_trained_in_the_next(pipeline):
+    path = pipeline(**SHORT, mode="async", train={"algorithm": "dapo", "steps": 5}, reward={"fn": "dull.py:dull"})
+    summary = Flow.from_yaml(path, "run_ahead=1").start().wait(300)
+    ledger = json.loads((summary.folder / "summary.json").read_text())["ledger"]
+    assert ledger["done"] == 5 * 16
+    assert set(ledger["dropped"]) <= {"no_signal"}
+    assert ledger["admitted"] == ledger["done"] + ledger["dropped"]["no_signal"]
 
 
 def test_a_run_whose_groups_never_have_a_signal_ends_and_says_how_many_had_none(pipeline, tmp_path):
