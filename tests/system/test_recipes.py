@@ -80,3 +80,15 @@ def test_a_run_whose_groups_never_have_a_signal_ends_and_says_how_many_had_none(
     path = pipeline(**SHORT, train={"steps": 2, "dynamic_sampling": 3}, reward={"fn": "same.py:same"})
     with pytest.raises(DataError, match=r"step 1 cannot be filled: 12 prompts .*no_signal: 48"):
         Flow.from_yaml(path).start().wait(300)
+
+
+def test_advantage_and_loss_may_be_the_users_own(pipeline, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from asyncflow.algorithms.policy import pg\n\n\n"
+        "def centred(rewards, groups):\n    return rewards - rewards.mean()\n\n\n"
+        "def plain(logprobs, old, advantages, mask, clip_low, clip_high):\n"
+        "    return pg(logprobs, old, 2 * advantages, mask, clip_low, clip_high)\n"
+    )
+    path = pipeline(**SHORT, train={"advantage": "mine.py:centred", "loss": "mine.py:plain", "steps": 2})
+    summary = Flow.from_yaml(path).start().wait(300)
+    assert all(step["grad_norm"] > 0 and step["clip_share"] == 0 for step in steps(summary.folder))

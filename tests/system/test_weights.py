@@ -75,6 +75,25 @@ def rows(folder: Path) -> list[dict[str, list[int]]]:
     return [row for path in (folder / "samples").glob("*.parquet") for row in pq.read_table(path).to_pylist()]
 
 
+HOT = """
+from dataclasses import replace
+from asyncflow.backends.infer.transformers import TransformersEngine
+
+
+class Hot(TransformersEngine):
+    def submit(self, requests):
+        super().submit([replace(one, sampling=replace(one.sampling, temperature=1.5)) for one in requests])
+"""
+
+
+def test_an_engine_that_samples_at_another_temperature_is_found_out_at_the_first_step(pipeline, engine):
+    engine("hot", HOT)
+    # A model whose answers differ in likelihood: a new one gives them all the same, at any temperature.
+    path = pipeline(mode="separated", eval={"rows": 0}, warmup={"steps": 20, "lr": 0.01}, rollout={"backend": "hot"})
+    with pytest.raises(ReplicaFailed, match="log-probabilities of trainer and rollout engine differ by"):
+        Flow.from_yaml(path).start().wait(300)
+
+
 def test_a_trainer_that_is_killed_leaves_no_shared_memory(pipeline):
     path = pipeline(**{**SHORT, "train": {"steps": 500}}, weights={"channel": "shm"})
     flow = Flow.from_yaml(path).start()
