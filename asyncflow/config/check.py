@@ -257,8 +257,8 @@ def _algorithm(pipeline: Pipeline) -> Iterator[Problem]:
     if train.off_policy_low >= train.off_policy_high:
         why = f"{train.off_policy_low:g} is not below off_policy_high {train.off_policy_high:g}"
         yield Problem(("train", "off_policy_low"), why, (("train", "off_policy_high"),))
-    if train.dynamic_sampling and train.group_size > 1 and train.advantage not in BY_GROUP and not train.distill_coef:
-        why = f"advantage {train.advantage} compares no responses of a group: leave it out"
+    if train.dynamic_sampling and train.advantage not in BY_GROUP and not is_path(train.advantage):
+        why = f"has no effect with advantage {train.advantage}, which compares no responses of a group: leave it out"
         yield Problem(("train", "dynamic_sampling"), why, (("train", "advantage"),), at="key")
 
 
@@ -267,7 +267,7 @@ def _named(route: Route, name: str, known: Sequence[str]) -> Iterator[Problem]:
         if fault := importing.fault(name):
             yield Problem(route, fault)
     elif name not in known:
-        yield Problem(route, f"unknown {name!r}{hint(name, known)}, or `module:function` of your own")
+        yield Problem(route, f"neither known nor `module:function` of your own: {name!r}{hint(name, known)}")
 
 
 def _schedule(pipeline: Pipeline) -> Iterator[Problem]:

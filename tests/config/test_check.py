@@ -75,6 +75,24 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             ["train.aggregate_length=9"],
             "train.aggregate_length: is not used by aggregate token-mean, only by seq-mean-token-sum-norm",
         ),
+        (
+            ["train.loss=gpso"],
+            "train.loss: neither known nor `module:function` of your own: 'gpso' - did you mean 'gspo'?",
+        ),
+        (["train.advantage=no.py:f"], "train.advantage: no.py does not exist"),
+        (["train.filters={kl: [finished]}"], "train.filters.kl: has no effect while kl_coef is 0"),
+        (
+            ["train.off_policy=tis", "train.off_policy_low=3"],
+            "train.off_policy_low: 3 is not below off_policy_high 2",
+        ),
+        (
+            ["train.off_policy=tis", "train.clip_high=0.3"],
+            "train.clip_high: is not used by off_policy tis, only by none, a3po",
+        ),
+        (
+            ["train.advantage=none", "train.dynamic_sampling=3"],
+            "train.dynamic_sampling: has no effect with advantage none, which compares no responses of a group",
+        ),
         (["data.size=10", "eval.rows=10"], "eval.rows: 10 held-out prompts of data.size 10 leave none to train on"),
         (["eval.every=3"], "eval.every: has no effect while eval.rows is 0"),
         (["eval.source=python"], "eval.source: has no effect while eval.rows is 0"),
