@@ -22,7 +22,7 @@ from asyncflow.config.model import Pipeline
 from asyncflow.config.schema import dump
 from asyncflow.data.prompts import Prompts, prompts
 from asyncflow.data.sources import items
-from asyncflow.data.tokenizer import tokenizer
+from asyncflow.data.tokenizer import agree, tokenizer
 from asyncflow.errors import CheckpointError, ConfigError, WaitTimeout
 from asyncflow.lock import Lock
 from asyncflow.observe.metrics import Metrics, Record
@@ -217,6 +217,8 @@ class Flow:
     def _materials(self) -> Materials:
         config, read = self.config, items(self.config.data, self._dataset, self.config.seed)
         names = tokenizer(config.model)  # after the items, in which mistakes are likelier and found sooner
+        if config.teacher is not None:
+            agree(names, config.teacher.path)
         found = prompts(read, names, config.data, config.data.source)
         held_out: Prompts | None = None
         if config.eval.source is not None:

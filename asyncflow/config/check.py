@@ -1,6 +1,6 @@
 """What goes together: checks over the fields of a pipeline, each problem with the path of the field to mend.
 
-Nothing is imported or read here but names: files and modules are looked for, the user's code does not run.
+Nothing is imported or read here but names and sizes: files and modules are looked for, the user's code does not run.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncflow.algorithms.options import ADVANTAGES, BY_GROUP, LOSSES, is_path, unused
-from asyncflow.config import importing
+from asyncflow.config import importing, vocabulary
 from asyncflow.config.document import Route
 from asyncflow.config.model import Pipeline
 from asyncflow.config.names import hint, nearest
@@ -35,7 +35,7 @@ class Problem:
 def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     model = (_model, _data, _stop, _eval, _reward, _retries, _stages)
-    training = (_batch, _algorithm, _schedule, _staleness, _weights, _channel, _emulated, _packing, _stall)
+    training = (_batch, _algorithm, _teacher, _schedule, _staleness, _weights, _channel, _emulated, _packing, _stall)
     return [problem for part in (*model, *training) for problem in part(pipeline)]
 
 
@@ -226,9 +226,9 @@ def _batch(pipeline: Pipeline) -> Iterator[Problem]:
     elif rows is not None and prompts is not None and prompts * size != rows:
         product = f"train.prompts_per_step {prompts} times train.group_size {size} = {prompts * size}"
         yield Problem(route, f"{rows} is not {product}: give one of the two", sizes)
-    if size == 1:
-        why = f"1 leaves {train.algorithm} nothing to compare a response with, every advantage is zero: use 2 or more"
-        yield Problem(("train", "group_size"), why, (("train", "algorithm"),))
+    if size == 1 and train.advantage in BY_GROUP:
+        why = f"1 leaves {train.advantage} nothing to compare a response with, every advantage is zero: use 2 or more"
+        yield Problem(("train", "group_size"), why, (("train", "algorithm"), ("train", "advantage")))
     yield from _budget(pipeline)
 
 
@@ -260,6 +260,28 @@ def _algorithm(pipeline: Pipeline) -> Iterator[Problem]:
     if train.dynamic_sampling and train.advantage not in BY_GROUP and not is_path(train.advantage):
         why = f"has no effect with advantage {train.advantage}, which compares no responses of a group: leave it out"
         yield Problem(("train", "dynamic_sampling"), why, (("train", "advantage"),), at="key")
+
+
+def _teacher(pipeline: Pipeline) -> Iterator[Problem]:
+    teacher, coef = pipeline.teacher, pipeline.train.distill_coef
+    uses: tuple[Route, ...] = (("train", "distill_coef"), ("train", "algorithm"))
+    if teacher is None:
+        if coef:
+            why = f"train.distill_coef {coef:g} needs a teacher: give `path`, a folder in Hugging Face format"
+            yield Problem(("teacher",), why, uses, at="key")
+        return
+    if not coef:
+        why = "has no effect while train.distill_coef is 0: use `algorithm: opd`, or give the coefficient"
+        yield Problem(("teacher",), why, uses, at="key")
+    route, folder = ("teacher", "path"), Path(teacher.path)
+    yield from _folder(route, teacher.path)
+    if folder.is_dir() and teacher.path:
+        theirs, ours = vocabulary.size(folder), vocabulary.own_size(pipeline.model)
+        if not (folder / "config.json").is_file():
+            yield Problem(route, f"{teacher.path} has no config.json: expected a folder in Hugging Face format")
+        elif theirs is not None and ours is not None and theirs < ours:
+            why = f"{teacher.path} knows {theirs} tokens, and the policy {ours}: expected the same vocabulary"
+            yield Problem(route, why, (("model",),))
 
 
 def _named(route: Route, name: str, known: Sequence[str]) -> Iterator[Problem]:

@@ -86,6 +86,14 @@ class Eval(Section):
     `async`); by default a quarter of what the engines work on, and at least `samples`."""
 
 
+class Teacher(Section):
+    """The model that is distilled into the policy, with `train.distill_coef`: it says of each token of a response how
+    likely it is."""
+
+    path: str
+    """Folder in Hugging Face format, with the vocabulary of the policy."""
+
+
 class Rollout(Section):
     """How responses are generated."""
 
@@ -212,6 +220,8 @@ class Pipeline(Section):
     """How the policy is trained."""
     warmup: Warmup | None = None
     """Supervised training before reinforcement learning; none by default."""
+    teacher: Teacher | None = None
+    """The model that is distilled into the policy; none by default."""
     eval: Eval = Eval()
     """Held-out prompts."""
     stages: list[Stage] = []

@@ -10,14 +10,13 @@ import numpy as np
 
 from asyncflow.config.importing import missing
 from asyncflow.config.model import Model
+from asyncflow.config.vocabulary import SPECIALS, size
 from asyncflow.errors import ConfigError, DataError, MissingDependency
 from asyncflow.storage.batch import Batch
 from asyncflow.types import Int64s
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SPECIALS = ("<pad>", "<eos>", "<unk>")
 
 
 def tokenizer(model: Model) -> "PreTrainedTokenizerBase":
@@ -63,6 +62,27 @@ def answer_tokens(batch: Batch, tokenizer: "PreTrainedTokenizerBase") -> list[In
     texts = batch["answer_text"].strings()
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int64) for tokens in encoded]
+
+
+def agree(policy: "PreTrainedTokenizerBase", folder: str) -> None:
+    """Check that the model of a folder means the same by each token; a folder without a tokenizer is trusted in that.
+
+    One may know more tokens than the other, but no token of the policy may be beyond the model's vocabulary.
+    """
+    known = size(folder)
+    if known is not None and known < len(policy):
+        raise ConfigError(f"{folder} knows {known} tokens, and the policy {len(policy)}: expected the same vocabulary")
+    if not any(Path(folder).glob("tokenizer*")):
+        return
+    ours, theirs = policy.get_vocab(), _load(folder).get_vocab()
+    named = {number: token for token, number in theirs.items()}
+    for number, token in sorted((number, token) for token, number in ours.items()):
+        other = theirs.get(token, number)
+        if other != number or named.get(number, token) != token:
+            raise ConfigError(
+                f"{folder} has another vocabulary than the policy: token {number} is {token!r} for the policy, and "
+                f"{named.get(number, 'none')!r} there"
+            )
 
 
 def _load(folder: str) -> "PreTrainedTokenizerBase":

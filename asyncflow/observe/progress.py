@@ -55,7 +55,7 @@ class Lines:
 
 
 _SHOWN = {
-    "step": ("reward_mean", "loss", "response_tokens_mean", "grad_norm", "staleness_max"),
+    "step": ("reward_mean", "teacher_kl", "loss", "response_tokens_mean", "grad_norm", "staleness_max"),
     "warmup": ("loss", "grad_norm"),
 }
 

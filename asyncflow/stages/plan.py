@@ -139,13 +139,13 @@ def _reward(config: Pipeline, table: str) -> StageSpec:
     )
 
 
-def _reference(config: Pipeline) -> StageSpec:
+def _frozen(name: str, column: str, config: Pipeline) -> StageSpec:
     return StageSpec(
-        "reference",
+        name,
         ("prompt_tokens", "response_tokens", "response_mask"),
-        {"ref_logprobs": "list<float32>"},
-        build="asyncflow.stages.reference:Reference",
-        host="reference",
+        {column: "list<float32>"},
+        build=f"asyncflow.stages.{name}:{name}",
+        host=name,
         take=_ready(config, groups=config.deterministic),
     )
 
@@ -175,9 +175,12 @@ def _train(config: Pipeline) -> list[StageSpec]:
         reads.append("finish")
     stages = [_source("train", PROMPT_COLUMNS), _rollout(config, "train"), _reward(config, "train")]
     if config.train.kl_coef > 0:
-        stages.append(_reference(config))
+        stages.append(_frozen("reference", "ref_logprobs", config))
         if not kl_in_reward(options):
             reads.append("ref_logprobs")
+    if config.train.distill_coef > 0:
+        stages.append(_frozen("teacher", "teacher_logprobs", config))
+        reads.append("teacher_logprobs")  # to tell how far the policy is from it
     stages.append(_advantage(config))
     stages += _with_own([_own(stage, _ready(config, groups=True)) for stage in config.stages], stages, config, reads)
     if config.output.samples_every:

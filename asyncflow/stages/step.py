@@ -55,6 +55,9 @@ class Trained(msgspec.Struct):
     """Response tokens of each row that was too old."""
     stale_tokens: int = 0
     """How many tokens left the loss."""
+    teacher_gap: float | None = None
+    """Log-probability of the policy over that of the teacher, summed over the trained tokens; None without a teacher.
+    """
     report: Report = {}
 
     @property
@@ -93,6 +96,8 @@ class Share:
         said.ages += ages.tolist()
         said.waited += waited.tolist()
         said.tokens, said.sequences = said.tokens + counted.tokens, said.sequences + counted.sequences
+        if "teacher_logprobs" in batch.names:
+            said.teacher_gap = (said.teacher_gap or 0.0) + _gap(batch)
 
     def note_stale(self, lengths: Int64s, tokens: int) -> None:
         """Remember what was too old: the lengths of those responses, and how many tokens left the loss."""
@@ -141,6 +146,9 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, Metric]:
     }
     outcomes = Counter(chain.from_iterable(each.outcomes for each in said))
     found |= {f"reward_{outcome}": float(outcomes[outcome]) for outcome in UNUSUAL}
+    gaps = [each.teacher_gap for each in said if each.teacher_gap is not None]
+    if gaps:
+        found["teacher_kl"] = sum(gaps) / max(1, sum(each.tokens for each in said))
     if stale:
         lengths = _all(each.stale_lengths for each in said)
         found["stale_rows"] = float(len(lengths))
@@ -148,6 +156,13 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, Metric]:
         # What a policy prefers shows in how long these were.
         found["stale_response_tokens_mean"] = float(lengths.mean()) if len(lengths) else 0.0
     return found
+
+
+def _gap(batch: Batch) -> float:
+    """Sum log policy - log teacher over the trained tokens; what other tokens have counts for nothing, NaN included."""
+    trained = batch["response_mask"].values == 1
+    policy, teacher = (batch[name].values[trained] for name in ("rollout_logprobs", "teacher_logprobs"))
+    return float(np.sum(policy - teacher, dtype=np.float64))
 
 
 def _signals(advantages: Column) -> list[bool]:

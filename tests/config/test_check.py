@@ -13,6 +13,15 @@ from asyncflow.rewards.scorers import BUILT_IN
 from asyncflow.stages.plan import plan
 from asyncflow.types import StalePolicy
 
+
+@pytest.fixture
+def teachers(folder):
+    """Folders of models that know fewer tokens than the policy, as many, and more."""
+    for name, size in (("small", 5), ("good", 57), ("large", 100)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(f'{{"vocab_size": {size}}}')
+
+
 NEW = "model={config: {model_type: llama}, tokenizer: characters}"
 
 
@@ -94,6 +103,24 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             "train.dynamic_sampling: has no effect with advantage none, which compares no responses of a group",
         ),
         (["data.size=10", "eval.rows=10"], "eval.rows: 10 held-out prompts of data.size 10 leave none to train on"),
+        (
+            ["train.algorithm=opd"],
+            "teacher: train.distill_coef 1 needs a teacher: give `path`, a folder in Hugging Face",
+        ),
+        (["train.distill_coef=0.5"], "teacher: train.distill_coef 0.5 needs a teacher"),
+        (["teacher={path: good}"], "teacher: has no effect while train.distill_coef is 0: use `algorithm: opd`, or"),
+        (["train.algorithm=opd", "teacher.path=nowhere"], "teacher.path: nowhere does not exist in "),
+        (["train.algorithm=opd", "teacher.path=."], "has no config.json: expected a folder in Hugging Face format"),
+        (["train.algorithm=opd", "teacher.path=small"], "small knows 5 tokens, and the policy 57: expected the same"),
+        (["train.algorithm=opd", "teacher={}"], "teacher.path: is missing: folder in Hugging Face format, with the "),
+        (
+            ["train={algorithm: opd, dynamic_sampling: 2}", "teacher.path=large"],
+            "train.dynamic_sampling: has no effect with advantage none, which compares no responses of a group",
+        ),
+        (
+            ["train={algorithm: opd, advantage: rloo, group_size: 1}", "teacher.path=large"],
+            "train.group_size: 1 leaves rloo nothing to compare a response with",
+        ),
         (["eval.every=3"], "eval.every: has no effect while eval.rows is 0"),
         (["eval.source=python"], "eval.source: has no effect while eval.rows is 0"),
         (
@@ -161,7 +188,7 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(check_lines, overrides, message):
+def test_what_does_not_go_together_is_refused(check_lines, teachers, overrides, message):
     (line,) = check_lines(*overrides)
     assert message in line
 
@@ -175,13 +202,16 @@ def test_what_does_not_go_together_is_refused(check_lines, overrides, message):
         ["train.algorithm=dr_grpo", "train.aggregate_length=100"],
         ["train.aggregate=seq-mean-token-sum-norm", "train.aggregate_length=9"],
         ["reward.fn=json:dumps"],
+        ["train={algorithm: opd, group_size: 1}", "teacher.path=large"],
+        ["train={algorithm: grpo, distill_coef: 0.5}", "teacher.path=good"],
+        ["train={algorithm: opd, group_size: 1}", "teacher.path=small", "model.config.vocab_size=5"],
         ["model.config=null", "model.path=."],
         ["data.source=python", "data.size=11", "eval.rows=10", "eval.every=5"],
         ["mode=async", "eval={rows: 3, every: 1, samples: 4, temperature: 1, k: [1, 4], answer: json:dumps}"],
         ["mode=streaming", "eval={rows: 3, every: 1, max_inflight: 1}"],
     ],
 )
-def test_what_goes_together_passes(check_lines, overrides):
+def test_what_goes_together_passes(check_lines, teachers, overrides):
     assert check_lines(*overrides) == []
 
 

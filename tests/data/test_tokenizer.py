@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from asyncflow.config.model import Model
-from asyncflow.data.tokenizer import answer_tokens, tokenizer
+from asyncflow.data.tokenizer import agree, answer_tokens, characters, tokenizer
 from asyncflow.errors import ConfigError
 from asyncflow.storage.batch import Batch
 
@@ -75,3 +75,28 @@ def test_answers_end_with_the_end_of_sequence():
     tokens = answer_tokens(Batch({"answer_text": ["ab", ""]}), TOKENIZER)
     assert [row.tolist() for row in tokens] == [[*TOKENIZER("ab")["input_ids"], 1], [1]]
     assert all(row.dtype == np.int64 for row in tokens)
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "size", "message"),
+    [
+        ("abc", 6, None),
+        ("abcd", 9, None),
+        ("ab", 9, None),
+        (None, 6, None),
+        ("abc", 5, "knows 5 tokens, and the policy 6"),
+        (None, 5, "knows 5 tokens, and the policy 6"),
+        ("acb", 6, "another vocabulary than the policy: token 4 is 'b' for the policy, and 'c' there"),
+        ("abd", 6, "token 5 is 'c' for the policy, and 'd' there"),
+        ("bc", 6, "token 3 is 'a' for the policy, and 'b' there"),
+    ],
+)
+def test_another_model_means_the_same_by_each_token_or_is_refused(tmp_path, alphabet, size, message):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
+    if alphabet is not None:
+        characters(alphabet).save_pretrained(tmp_path)
+    if message is None:
+        agree(characters("abc"), str(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=message):
+        agree(characters("abc"), str(tmp_path))

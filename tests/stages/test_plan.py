@@ -44,6 +44,25 @@ def test_what_it_waits_for_anyway_is_not_fetched_again():
     assert stages(SHAPED, reward="shaped")["train"].reads == stages()["train"].reads
 
 
+@pytest.mark.parametrize(
+    ("train", "name", "column", "readers"),
+    [
+        ({"kl_coef": 0.1}, "reference", "ref_logprobs", {"train"}),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, "reference", "ref_logprobs", {"advantage"}),
+        ({"algorithm": "opd"}, "teacher", "teacher_logprobs", {"advantage", "train"}),
+        ({"distill_coef": 0.5}, "teacher", "teacher_logprobs", {"advantage", "train"}),
+    ],
+)
+def test_models_that_are_not_trained_stand_in_a_process_of_their_own_where_they_are_needed(
+    train, name, column, readers
+):
+    found = stages(**train)
+    assert not {"reference", "teacher"} & (found.keys() - {name})
+    assert (found[name].host, found[name].writes) == (name, {column: "list<float32>"})
+    assert {stage.name for stage in found.values() if column in stage.reads} == readers
+    assert not {"reference", "teacher"} & stages().keys()
+
+
 @pytest.mark.parametrize("on_stale", ["mask", "drop", "requeue", "wait"])
 def test_groups_are_trained_in_the_order_of_their_admission_where_none_may_be_too_old(on_stale):
     assert stages(mode="async", on_stale=on_stale)["train"].take.ordered == (on_stale == "wait")
