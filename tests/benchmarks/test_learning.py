@@ -2,7 +2,10 @@ import json
 
 import pytest
 
+from asyncflow.config.load import load
+from benchmarks import corrections, learning, recipes
 from benchmarks.learning import STUDY
+from benchmarks.quickstart import EXAMPLE
 
 TINY = ["warmup=null", "train.steps=2", "train.prompts_per_step=2", "eval.rows=2", "data.size=20"]
 
@@ -22,3 +25,9 @@ def test_runs_are_added_to_what_was_measured_before(tmp_path):
     assert (tmp_path / "learning.png").stat().st_size > 1000
     made["accuracy"]["after_warmup"] = 0.0
     assert "| colocated | 2 | 10% (10–10) | 90% (90–90) | 0 (0–0) | 0 |" in STUDY.page(found)
+
+
+@pytest.mark.parametrize("study", [learning.STUDY, recipes.STUDY, corrections.STUDY], ids=lambda study: study.name)
+def test_every_case_is_a_valid_pipeline_of_its_own(study):
+    found = [load([EXAMPLE], overrides).pipeline for overrides in study.cases.values()]
+    assert all(one != other for number, one in enumerate(found) for other in found[:number])
