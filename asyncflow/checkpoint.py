@@ -16,16 +16,21 @@ from asyncflow.backends.base import TrainEngine
 from asyncflow.errors import CheckpointError
 
 FORMAT = 1
+FINISHED = "finished.arrow"
+"""Responses that are finished and not trained (`asyncflow.finished`)."""
 
 
-def snapshot(engine: TrainEngine, tokenizer: Any, progress: Mapping[str, object]) -> Callable[[Path], None]:
+def snapshot(
+    engine: TrainEngine, tokenizer: Any, progress: Mapping[str, object], finished: str = ""
+) -> Callable[[Path], None]:
     """Copy what a checkpoint is made of; what is returned writes it into a folder, replacing one of the same name.
 
-    The copy takes as much host memory as the model and its optimizer, until it is written.
+    The copy takes as much host memory as the model and its optimizer, until it is written. `finished` is a file of
+    responses, if there is one, which moves into the folder.
     """
     write, state = engine.snapshot(), engine.state()
     record = {"format": FORMAT, "version": engine.version, **progress}
-    return lambda folder: _write(folder, write, state, tokenizer, record)
+    return lambda folder: _write(folder, write, state, tokenizer, record, finished)
 
 
 def _write(
@@ -34,6 +39,7 @@ def _write(
     state: dict[str, object],
     tokenizer: Any,
     record: Mapping[str, object],
+    finished: str,
 ) -> None:
     import torch
 
@@ -44,6 +50,8 @@ def _write(
     write(partial)
     tokenizer.save_pretrained(partial)
     torch.save(state, partial / "engine.pt")
+    if finished:
+        Path(finished).rename(partial / FINISHED)
     (partial / "progress.json").write_text(json.dumps(record, indent=1))
     for path in partial.rglob("*"):
         _sync(path)

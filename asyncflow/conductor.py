@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow import checkpoint
+from asyncflow import checkpoint, finished
 from asyncflow.admission import Admission
 from asyncflow.board import TRAINER, Board, Stopped
 from asyncflow.config.model import Pipeline
@@ -47,6 +47,7 @@ from asyncflow.execute.messages import (
 )
 from asyncflow.execute.replica import Assignment
 from asyncflow.execute.restarts import Restarts, restartable
+from asyncflow.finished import Returned
 from asyncflow.observe.metrics import Metrics
 from asyncflow.observe.steps import StepLog
 from asyncflow.observe.trace import Trace
@@ -98,6 +99,8 @@ class Conductor:
     ledger: Counts | None = field(default=None, init=False)
     _tables: dict[str, Table] = field(default_factory=dict, init=False)
     _draws: Draws = field(init=False)
+    _returned: Returned | None = field(default=None, init=False)
+    """Responses that the checkpoint had."""
     steps_before: int = field(default=0, init=False)
     """Steps of reinforcement learning that the checkpoint has, of which this run goes on."""
     _warmups_before: int = field(default=0, init=False)
@@ -264,21 +267,35 @@ class Conductor:
             numbers = np.arange(len(held_out))
             self._evaluations.table = self._tables["eval"]
             self._evaluations.prompts = self._prompt_batch(held_out.batch, self.config.eval.temperature, numbers)
+        self._go_on()
         executor = self.config.executor
         stall = min(executor.stall_timeout, executor.wait_timeout / 2)
         self.board.watchdog = Watchdog(stall, self.plan.tables, self._tables)
         self.executor.start(self._jobs())
 
-    def _await_replicas(self) -> None:
-        config, board = self.config, self.board
+    def _go_on(self) -> None:
+        """Stand where the checkpoint was taken, with the responses that it has."""
+        config = self.config
         self._draws = Draws(Order(len(self.materials.prompts), config.seed, config.data.shuffle))
         self._saving.draws = self._draws
-        # Before the wait: a run that is stopped in it writes a checkpoint of where it stands.
-        if self.resume is not None:
-            record = checkpoint.progress(self.resume)
-            self.steps_before, self._warmups_before = int(record["step"]), int(record["warmups"])
-            self._steps.before = {"train": self.steps_before, "warmup": self._warmups_before}
-            self._draws.restore(record)
+        if self.resume is None:
+            return
+        record = checkpoint.progress(self.resume)
+        self.steps_before, self._warmups_before = int(record["step"]), int(record["warmups"])
+        self._steps.before = {"train": self.steps_before, "warmup": self._warmups_before}
+        self._draws.restore(record)
+        rows = finished.read(self.resume / checkpoint.FINISHED)
+        if rows is None:
+            return
+        # What was trained between the writing of the file and the checkpoint is not outstanding.
+        left = np.isin(rows["group_id"].array, [draw.group for draw in self._draws.outstanding])
+        if left.any():
+            rows = rows.take(np.flatnonzero(left))
+            self._returned = Returned.to(self._tables["train"], self.plan.tables["train"], rows)
+            self._draws.keep(self._returned.groups.tolist())
+
+    def _await_replicas(self) -> None:
+        config, board = self.config, self.board
         board.wait(
             lambda: board.ready >= set(board.replicas),
             config.executor.start_timeout,
@@ -332,6 +349,7 @@ class Conductor:
         self._training_since = time.monotonic()
         steps, done = config.train.steps - self.steps_before, 0
         admission = Admission.of(config, board, self._draws, steps)
+        self._begin_returned(admission)
         self._between_steps(first, done)
         while done < steps:
             self._fill(admission)
@@ -356,6 +374,19 @@ class Conductor:
     def _has_news(self, admission: Admission, done: int, moves: int) -> bool:
         """Whether there is anything to do; an evaluation that has moved gives whoever waits for it new patience."""
         return admission.has_news(done) or self._evaluations.moves > moves
+
+    def _begin_returned(self, admission: Admission) -> None:
+        """Admit what the checkpoint had of finished responses."""
+        if self._returned is None:
+            return
+        rows: dict[int, tuple[int, ...]] = {}
+        for row, group in zip(self._returned.ids.tolist(), self._returned.groups.tolist(), strict=True):
+            rows[group] = (*rows.get(group, ()), row)
+        admission.control.admit(len(rows))
+        self.board.admit(rows)
+        with self.board.changed:
+            self.board.served["advantage"] += len(self._returned.ids)
+        self._returned.begin()
 
     def _fill(self, admission: Admission) -> None:
         """Admit as many prompts as there is room for."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncflow import checkpoint
+from asyncflow import checkpoint, finished
 from asyncflow.board import TRAINER, Board
 from asyncflow.config.model import Pipeline
 from asyncflow.data.draws import Draws
-from asyncflow.errors import AsyncflowError, CheckpointError
+from asyncflow.errors import AsyncflowError, CheckpointError, StorageError
 from asyncflow.execute.messages import Command, Save, Saved, Stop
 from asyncflow.pipeline import Graph
 from asyncflow.storage.client import Table
@@ -48,12 +48,27 @@ class Saving:
         folder.parent.mkdir(parents=True, exist_ok=True)
         outstanding = self.draws.outstanding  # what is trained meanwhile, the trainer takes out
         progress = {"seed": self.config.seed, **self.draws.state()}
+        kept = self._finished(folder, [draw.group for draw in outstanding])
         self._under_way = str(folder)
-        self.send(TRAINER, Save(str(folder), progress, outstanding, final=final))
+        self.send(TRAINER, Save(str(folder), progress, outstanding, final=final, finished=kept))
         if background:
             self._wait("copied", self.board.copied, str(folder), final=final, failing=failing)
         else:
             self._wait_written(final=final, failing=failing)
+
+    def _finished(self, folder: Path, groups: list[int]) -> str:
+        """Write the responses that are finished into a file, for the checkpoint; "" if there are none to be had."""
+        path = folder.with_name(f".{folder.name}.finished")
+        path.unlink(missing_ok=True)  # of a run that was killed
+        try:
+            rows = finished.collect(self.table, self.graph, groups, self.config.train.group_size) if groups else None
+        except StorageError as error:
+            log.warning("responses that are finished are not kept: %s", error)
+            return ""
+        if rows is None:
+            return ""
+        finished.write(rows, path)
+        return str(path)
 
     def saved(self, event: Saved) -> None:
         """Hear that a checkpoint is whole."""
@@ -82,12 +97,11 @@ class Saving:
         phased = self.config.phased
         names = [stage.name for stage in self.graph.stages if stage.build] if phased else self._sinks()
 
-        def finished() -> bool:
+        def over() -> bool:
             # In phases every row is trained or dropped by now; otherwise some are ahead, and are done again.
-            ledger = self.table.ledger()
-            return self._done(names, ledger.admitted - sum(ledger.dropped.values()) if phased else self.board.trained)
+            return self._nothing_left(names) if phased else self._done(names, self.board.trained)
 
-        self.board.wait(finished, self.config.executor.wait_timeout, lambda: "every stage to finish its last rows")
+        self.board.wait(over, self.config.executor.wait_timeout, lambda: "every stage to finish its last rows")
 
     def early(self) -> None:
         """Leave a checkpoint of what is trained, if there is a trainer to ask, and let nothing of it be missing."""
@@ -125,6 +139,11 @@ class Saving:
             self.save(self.folder / "checkpoint", final=True, failing=True)
         except AsyncflowError as error:
             log.warning("no checkpoint was saved: %s", error)
+
+    def _nothing_left(self, stages: Iterable[str]) -> bool:
+        """Whether each of these stages has had every row that lives: what it is done with may have been dropped since."""
+        tasks = self.table.status().tasks
+        return not any(tasks[stage].waiting + tasks[stage].blocked + tasks[stage].leased for stage in stages)
 
     def _done(self, stages: Iterable[str], rows: int) -> bool:
         """Whether each of these stages is done with so many rows; the queue knows, whatever replicas have told."""

@@ -59,6 +59,11 @@ class Draws:
         """Hear which groups were lost; others are drawn for them."""
         self._lost.extend(groups)
 
+    def keep(self, groups: Iterable[int]) -> None:
+        """Hear that groups are under way already, which a run that goes on would draw again."""
+        kept = set(groups)
+        self._again = deque(draw for draw in self._again if draw.group not in kept)
+
     def requeue(self, groups: Iterable[int]) -> None:
         """Hear which groups were lost that are to be drawn again, under new numbers."""
         for group in groups:

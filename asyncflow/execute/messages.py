@@ -231,6 +231,8 @@ class Save:
     """What was admitted and not trained, as far as the flow knows: group, prompt, and how often it was requeued."""
     final: bool = False
     """The run ends with it: work that is not finished is given up."""
+    finished: str = ""
+    """File with responses that are finished and not trained; it becomes part of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

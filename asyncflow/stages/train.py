@@ -211,7 +211,8 @@ class Train:
             left = [(group, prompt, tries) for group, prompt, tries in command.outstanding if group not in trained]
             counts = {"step": self._step, "warmups": self.trainer.warmups}
             progress = {**command.progress, "outstanding": left, **counts}
-            write, version = checkpoint.snapshot(self.trainer.engine, names, progress), self.trainer.engine.version
+            engine = self.trainer.engine
+            write, version = checkpoint.snapshot(engine, names, progress, command.finished), engine.version
         self._trace("copy checkpoint", started, version)
         self._context.emit(Copied(command.folder))
         self._writing.submit(self._write, write, folder, version)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncflow import Flow
-from asyncflow.checkpoint import progress
+from asyncflow import Flow, finished
+from asyncflow.checkpoint import FINISHED, progress
 from asyncflow.data.order import Order
 from tests.system.conftest import WORDS
 from tests.system.test_ends import command, nobody_left
@@ -112,6 +112,33 @@ def test_an_asynchronous_run_that_is_stopped_goes_on_where_it_was(pipeline):
     check_ledger(flow.folder, steps=10)
     check_bound(trained(flow.folder), 1)
     assert check_trace(flow.folder, parts=2) >= 160
+
+
+def test_responses_that_are_finished_when_a_run_stops_are_not_generated_again(pipeline):
+    """The trainer takes long, so that the responses of its next step are there when the run is stopped."""
+    emulated = {
+        "rollout": {"backend": "emulated", "max_inflight": 16, "options": {"decode": 0.002, "lengths": {"mean": 4}}},
+        "train": {"backend": "emulated", "steps": 6, "options": {"token": 0.004}},
+        "reward": {"fn": "char_match"},
+    }
+    flow = Flow.from_yaml(pipeline(**{**LONG, **emulated})).start()
+    until(lambda: len(flow.metrics.of("step")) >= 2 or flow.phase == "ended")
+    assert flow.conductor is not None
+    until(lambda: flow.conductor.board.served["advantage"] >= 4 * ROWS or flow.phase == "ended")
+    flow.stop()
+    assert not flow.wait(300)["complete"]
+    before = progress(flow.folder / "checkpoint")
+    kept = finished.read(flow.folder / "checkpoint" / FINISHED)
+    assert kept is not None
+    assert len(kept) >= ROWS
+    again = Flow.resume(flow.folder).start()
+    assert again.wait(300)["complete"]
+    assert again.conductor is not None
+    # What a replica says last may come too late to be counted.
+    assert again.conductor.board.served["rollout"] <= ROWS * (6 - before["step"]) - len(kept)
+    check_ledger(flow.folder, steps=6)
+    check_bound(trained(flow.folder), 1)
+    assert not list(flow.folder.glob(".*.finished"))
 
 
 def test_a_run_that_is_stopped_while_it_starts_again_keeps_its_place(pipeline):
