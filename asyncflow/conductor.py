@@ -64,6 +64,8 @@ from asyncflow.watchdog import Watchdog
 from asyncflow.weights import clear
 
 log = logging.getLogger(__name__)
+AHEAD = 4
+"""Supervised steps whose examples are put before they are trained."""
 LOST_STEPS = 4
 """A step that loses this many times its groups is given up: its prompts do not yield a single scored response.
 With `dynamic_sampling`, which loses groups on purpose, that says how many."""
@@ -124,7 +126,7 @@ class Conductor:
             engines=tuple(job.name for job in jobs if job.specs[0].host == "rollout"),
             group_size=self.config.train.group_size,
         )
-        self._steps = StepLog(self.metrics)
+        self._steps = StepLog(self.metrics, supervised=self.config.train.supervised)
         self.restarts = Restarts(self.config.executor.max_restarts)
         self._stayers = frozenset(job.name for job in jobs if not restartable(job.specs))
         self.queue = TransferQueue.open("embedded://")
@@ -163,7 +165,10 @@ class Conductor:
             self._publish()
             self._evaluate("before")
             self._warm_up()
-            self._train()
+            if self.config.train.supervised:
+                self._imitate()
+            else:
+                self._train()
             self._evaluate("after")
             self._save(self.folder / "checkpoint", final=True)
         except Stopped:
@@ -323,11 +328,8 @@ class Conductor:
         if warmup is None:
             return
         self.phase = "warming up"
-        data, table = self.materials, self._tables["warmup"]
-        examples = Demonstrations(
-            data.prompts.batch, warmup.answers, data.tokenizer, self.config.seed, self.config.data.shuffle
-        )
-        examples.take(self._warmups_before * warmup.rows_per_step)
+        table = self._tables["warmup"]
+        examples = self._examples(warmup.answers, self._warmups_before * warmup.rows_per_step)
         left = warmup.steps - self._warmups_before
         for _ in range(left):
             self.board.check()
@@ -339,6 +341,32 @@ class Conductor:
         if left:
             self._publish()
         self._evaluate("after_warmup")
+
+    def _imitate(self) -> None:
+        """Train on given answers: some steps are put ahead, but none before what is due after the one before it."""
+        self.phase = "training"
+        config, board, table = self.config, self.board, self._tables["train"]
+        examples = self._examples(config.train.answers, self.steps_before * config.rows_per_step)
+        first, steps, done, put = board.published, config.train.steps - self.steps_before, 0, 0
+        self._training_since = time.monotonic()
+        self._between_steps(first, done)
+        while done < steps:
+            while put < min(steps, done + AHEAD) and (put == done or not self._due(put)):
+                table.put(examples.take(config.rows_per_step))
+                put += 1
+            waited = f"step {done + 1 + self.steps_before} to be trained"
+            self._wait(partial(lambda done: board.logged > done, done), config.executor.wait_timeout, waited)
+            while done < board.logged:
+                done += 1
+                self._between_steps(first, done)
+        if self.materials.held_out is not None:
+            self._wait_published(first + done)
+        self._saving.drain()
+
+    def _due(self, done: int) -> bool:
+        """Whether an evaluation or a checkpoint comes after so many steps."""
+        every = (self.config.eval.every, self.config.output.checkpoint_every)
+        return any(count and (done + self.steps_before) % count == 0 for count in every)
 
     def _train(self) -> None:
         self.phase = "training"
@@ -466,6 +494,13 @@ class Conductor:
 
     def _wait_applied(self, version: Version) -> None:
         self.board.wait_applied(version, self.config.weights.timeout)
+
+    def _examples(self, answers: list[str] | None, drawn: int) -> Demonstrations:
+        """Return supervised examples, after so many that were drawn before."""
+        data, config = self.materials, self.config
+        found = Demonstrations(data.prompts.batch, answers, data.tokenizer, config.seed, config.data.shuffle)
+        found.take(drawn)
+        return found
 
     def _prompt_batch(self, prompts: Batch, temperature: float, numbers: Int64s) -> Batch:
         return prompts.with_columns(

@@ -52,8 +52,13 @@ RECIPES: Mapping[str, Mapping[str, Value]] = {
     "reinforce++-baseline": {"advantage": "reinforce++-baseline", "whiten": True, "kl_in": "reward", "kl": "k2"},
     "ppo": {"advantage": "gae", "whiten": True, "gae_lambda": 0.95, "kl_in": "reward", "kl": "k1"},
     "opd": {"advantage": "none", "loss": "pg", "distill_coef": 1.0},
+    "sft": {},
 }
 """What each recipe has of its own. Papers: docs/algorithms.md."""
+
+SUPERVISED = frozenset({"sft"})
+"""Recipes that train on given answers: none of the options above has an effect, and none of these."""
+_OF_RESPONSES = ("group_size", "reward")
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++-baseline", "gae", "none")
 LOSSES = ("ppo", "gspo", "gspo-token", "cispo", "pg")
@@ -114,6 +119,9 @@ def resolve(algorithm: str, given: Mapping[str, Value]) -> dict[str, Value]:
 
 def unused(algorithm: str, given: Mapping[str, Value]) -> list[str]:
     """Return a line for each given option without effect; names that are no options are passed over."""
+    if algorithm in SUPERVISED:
+        why = f"has no effect with algorithm {algorithm}, which trains on given answers"
+        return [f"{name} {why}" for name in given if name in BASE or name in _OF_RESPONSES]
     options = resolve(algorithm, given)
     found = ((name, need) for name in given for need in _NEEDS.get(name, ()) if not need.met(options))
     reasons: dict[str, str] = {}

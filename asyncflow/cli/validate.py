@@ -51,5 +51,7 @@ def describe(config: Pipeline, found: Plan) -> str:
             else:
                 lines.append(f"  {stage.name}{written}")
     step = f"{config.prompts_per_step} prompts × {config.train.group_size} responses"
+    if config.train.supervised:
+        step = f"{config.rows_per_step} given answers"
     lines.append(f"valid: {config.train.steps} steps of {step}, mode {config.mode}")
     return "\n".join(lines) + "\n"

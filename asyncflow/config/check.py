@@ -35,8 +35,9 @@ class Problem:
 def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     model = (_model, _data, _stop, _eval, _reward, _retries, _stages)
-    training = (_batch, _algorithm, _teacher, _schedule, _staleness, _weights, _channel, _emulated, _packing, _stall)
-    return [problem for part in (*model, *training) for problem in part(pipeline)]
+    training = (_batch, _algorithm, _supervised, _teacher, _schedule, _staleness, _emulated, _packing)
+    running = (_weights, _channel, _stall)
+    return [problem for part in (*model, *training, *running) for problem in part(pipeline)]
 
 
 def _model(pipeline: Pipeline) -> Iterator[Problem]:
@@ -102,8 +103,9 @@ def _data(pipeline: Pipeline) -> Iterator[Problem]:
 def _templates(pipeline: Pipeline) -> Iterator[tuple[Route, str]]:
     yield ("data", "prompt"), pipeline.data.prompt
     yield ("data", "answer"), pipeline.data.answer
-    for number, template in enumerate((pipeline.warmup.answers if pipeline.warmup else None) or ()):
-        yield ("warmup", "answers", number), template
+    for name, section in (("warmup", pipeline.warmup), ("train", pipeline.train)):
+        for number, template in enumerate((section.answers if section else None) or ()):
+            yield (name, "answers", number), template
 
 
 def _stop(pipeline: Pipeline) -> Iterator[Problem]:
@@ -226,7 +228,7 @@ def _batch(pipeline: Pipeline) -> Iterator[Problem]:
     elif rows is not None and prompts is not None and prompts * size != rows:
         product = f"train.prompts_per_step {prompts} times train.group_size {size} = {prompts * size}"
         yield Problem(route, f"{rows} is not {product}: give one of the two", sizes)
-    if size == 1 and train.advantage in BY_GROUP:
+    if size == 1 and train.advantage in BY_GROUP and not train.supervised:
         why = f"1 leaves {train.advantage} nothing to compare a response with, every advantage is zero: use 2 or more"
         yield Problem(("train", "group_size"), why, (("train", "algorithm"), ("train", "advantage")))
     yield from _budget(pipeline)
@@ -260,6 +262,25 @@ def _algorithm(pipeline: Pipeline) -> Iterator[Problem]:
     if train.dynamic_sampling and train.advantage not in BY_GROUP and not is_path(train.advantage):
         why = f"has no effect with advantage {train.advantage}, which compares no responses of a group: leave it out"
         yield Problem(("train", "dynamic_sampling"), why, (("train", "advantage"),), at="key")
+
+
+def _supervised(pipeline: Pipeline) -> Iterator[Problem]:
+    uses: tuple[Route, ...] = (("train", "algorithm"),)
+    if not pipeline.train.supervised:
+        if pipeline.train.answers is not None:
+            yield Problem(("train", "answers"), "has no effect without `algorithm: sft`", uses, at="key")
+        return
+    if pipeline.warmup is not None:
+        why = "is supervised training before another: give its steps to `train`, whose algorithm is sft"
+        yield Problem(("warmup",), why, uses, at="key")
+    if pipeline.stages:
+        yield Problem(("stages",), "have no row to see with train.algorithm sft, which generates none", uses, at="key")
+    if not pipeline.phased:
+        why = f"{pipeline.mode} is for responses, and train.algorithm sft generates none: use `separated`"
+        yield Problem(("mode",), why, uses)
+    if pipeline.rollout.temperature != 1:
+        why = "has no effect with train.algorithm sft, which trains at 1: evaluation has its own, eval.temperature"
+        yield Problem(("rollout", "temperature"), why, uses, at="key")
 
 
 def _teacher(pipeline: Pipeline) -> Iterator[Problem]:

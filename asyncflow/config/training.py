@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from asyncflow.algorithms.options import BASE, RECIPES
+from asyncflow.algorithms.options import BASE, RECIPES, SUPERVISED
 from asyncflow.config.fields import (
     Aggregate,
     Count,
@@ -19,7 +19,18 @@ from asyncflow.config.fields import (
 )
 
 Algorithm = Literal[
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "maxrl", "reinforce++", "reinforce++-baseline", "ppo", "opd"
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "maxrl",
+    "reinforce++",
+    "reinforce++-baseline",
+    "ppo",
+    "opd",
+    "sft",
 ]
 Component = Literal["policy", "kl", "entropy"]
 Filter = Literal["finished", "signal", "positive", "negative"]
@@ -45,7 +56,7 @@ class Train(Section):
     """Training engine: `torch`, `emulated`, or one registered under the entry point group `asyncflow.train`."""
     algorithm: Algorithm = "grpo"
     """A recipe: names the values of the options from `advantage` on, each of which can be overridden. One that has no
-    effect is refused."""
+    effect is refused. `sft` trains on given answers instead, and has none of them."""
     data_parallel: PositiveInt = 1
     """Processes of the training engine, each with a whole model and a share of every step's rows."""
     group_size: PositiveInt = 8
@@ -53,9 +64,12 @@ class Train(Section):
     prompts_per_step: PositiveInt | None = None
     """Prompts in one optimizer step; by default 32, or `rows_per_step / group_size`."""
     rows_per_step: PositiveInt | None = None
-    """Instead of `prompts_per_step`: responses in one optimizer step, a multiple of `group_size`."""
+    """Instead of `prompts_per_step`: responses in one optimizer step, a multiple of `group_size`; with `sft` examples.
+    """
+    answers: Annotated[list[str], Field(min_length=1)] | None = None
+    """Templates of demonstrated answers for `sft`, one drawn for each example; by default `data.answer` alone."""
     steps: PositiveInt = 100
-    """Optimizer steps of reinforcement learning."""
+    """Optimizer steps, those of a warm-up not counted."""
     lr: Positive = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -139,7 +153,14 @@ class Train(Section):
         """Fill in what the recipe has of its own; it does not count as given."""
         own = RECIPES[self.algorithm].items()
         self.__dict__.update({name: value for name, value in own if name not in self.model_fields_set})
+        if self.supervised:
+            self.__dict__["group_size"] = 1
         return self
+
+    @property
+    def supervised(self) -> bool:
+        """Whether training is on given answers, and nothing is generated for it."""
+        return self.algorithm in SUPERVISED
 
     @property
     def algorithm_options(self) -> dict[str, object]:

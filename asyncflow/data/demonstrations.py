@@ -1,4 +1,4 @@
-"""Answers that a supervised warm-up trains towards, drawn from templates over the items."""
+"""Answers that supervised training, or a warm-up, learns from: drawn from templates over the items."""
 
 import json
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def _answered(prompts: Batch, template: str) -> Batch:
 def _examples(prompts: Batch, tokenizer: "PreTrainedTokenizerBase") -> Batch:
     empty = [index for index, text in enumerate(prompts["answer_text"].strings()) if not text]
     if empty:
-        raise DataError(f"item {prompts['prompt_id'].array[empty[0]]} has no answer to warm up on: set data.answer")
+        raise DataError(f"item {prompts['prompt_id'].array[empty[0]]} has no answer to train on: set data.answer")
     answers = answer_tokens(prompts, tokenizer)
     mask = [np.ones(len(answer), dtype=np.uint8) for answer in answers]
     kept = prompts.select(("source", "prompt_id", "prompt_tokens"))

@@ -22,6 +22,7 @@ LIBRARIES = (
     "asyncflow.stages.advantage",
     "asyncflow.stages.reference",
     "asyncflow.stages.rollout",
+    "asyncflow.stages.sft",
     "asyncflow.stages.teacher",
     "asyncflow.stages.train",
     "asyncflow.stages.warmup",

@@ -33,7 +33,7 @@ def draw(metrics: Metrics, path: Path) -> None:
             axis.plot(*zip(*points, strict=True), label=key, linewidth=1.4) if points else None
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-        if len(keys) > 1:
+        if len(keys) > 1 and axis.lines:  # supervised steps have no lengths and no age
             axis.legend(frameon=False)
     _accuracy(axes.flat[0], metrics.of("eval"), steps)
     figure.savefig(path, dpi=110)

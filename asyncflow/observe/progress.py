@@ -55,7 +55,7 @@ class Lines:
 
 
 _SHOWN = {
-    "step": ("reward_mean", "teacher_kl", "loss", "response_tokens_mean", "grad_norm", "staleness_max"),
+    "step": ("reward_mean", "teacher_kl", "nll", "loss", "response_tokens_mean", "grad_norm", "staleness_max"),
     "warmup": ("loss", "grad_norm"),
 }
 
@@ -141,9 +141,9 @@ def closing(flow: Flow, seconds: float) -> RenderableType:
             f"{number(values[key])} ({key.removeprefix('eval/accuracy_').replace('_', ' ')})" for key in evaluations
         )
         grid.add_row("accuracy", f"{shown}, on {flow.config.eval.rows} held-out prompts")
-    grid.add_row(
-        "reward", f"{number(values['reward/first'])} → {number(values['reward/last'])} in {values['steps']} steps"
-    )
+    learned = "nll" if "nll/first" in values else "reward"
+    first, last = number(values[f"{learned}/first"]), number(values[f"{learned}/last"])
+    grid.add_row(learned, f"{first} → {last} in {values['steps']} steps")
     grid.add_row(
         "speed",
         f"{number(values['rows_per_s'])} rows/s, {number(values['tokens_per_s'])} tokens/s; {seconds:.0f} s in all",
@@ -154,8 +154,9 @@ def closing(flow: Flow, seconds: float) -> RenderableType:
             most = " (the most of all)" if stage.name == values["bottleneck"] else ""
             line = f"worked {busy:.0%}{most}, waited for rows {idle:.0%}, for the queue {blocked:.0%}"
             grid.add_row(stage.name, line if stage.replicas == 1 else f"{line}, its busiest replica")
-    oldest, mean = number(values["staleness/max"]), number(values["staleness/mean"])
-    grid.add_row("staleness", f"mean {mean}, oldest trained token {oldest} versions")
+    if values["staleness/max"] is not None:
+        oldest, mean = number(values["staleness/max"]), number(values["staleness/mean"])
+        grid.add_row("staleness", f"mean {mean}, oldest trained token {oldest} versions")
     ledger = {"admitted": 0, "done": 0, "dropped": {}, "live": 0, **(values["ledger"] or {})}
     dropped = ", ".join(f"{rows} {reason}" for reason, rows in ledger["dropped"].items()) or "0"
     rows = f"{ledger['admitted']} admitted = {ledger['done']} trained + {dropped} dropped + {ledger['live']} live"

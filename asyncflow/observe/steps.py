@@ -17,14 +17,18 @@ class StepLog:
     metrics: Metrics
     before: dict[str, int] = field(default_factory=dict)
     """Steps by table that the checkpoint has, of which this run goes on."""
+    supervised: bool = False
+    """Whether steps are made of given answers: nothing was generated for them, or dropped."""
     _stepped: Stepped | None = None
     _reasons_before: Counter[str] = field(default_factory=Counter)
     _lengths_before: Counter[int] = field(default_factory=Counter)
     _given_up_before: int = 0
 
     def stepped(self, event: Stepped, board: Board) -> None:
-        """Take the metrics of a step; those of a warm-up are complete."""
-        if event.table == "train":
+        """Take the metrics of a step; those of a supervised one are complete."""
+        if event.table == "train" and self.supervised:
+            self._stepped = event
+        elif event.table == "train":
             with board.changed:
                 reasons = Counter(board.reasons)
             left, self._reasons_before = reasons - self._reasons_before, reasons

@@ -34,14 +34,15 @@ def summarise(
 ) -> Summary:
     """Bring the records of a run together; speed is that of the steps after `since`, which took `seconds`."""
     steps, times = metrics.of("step"), metrics.times
+    aged = [step for step in steps if "staleness_mean" in step]  # those of given answers have no age
     rows, tokens = (sum(step[key] for step in steps if step["step"] > since) for key in ("rows", "tokens"))
     values: dict[str, Any] = {
         "complete": complete,
         "steps": len(steps),
         "version": steps[-1]["version"] if steps else None,
         **_evaluations(metrics.of("eval")),
-        "reward/first": steps[0]["reward_mean"] if steps else None,
-        "reward/last": steps[-1]["reward_mean"] if steps else None,
+        **_ends("reward", "reward_mean", steps),
+        **(_ends("nll", "nll", steps) if steps and "nll" in steps[0] else {}),
         "rows": rows,
         "rows_per_s": round(rows / seconds, 2) if seconds > 0 else None,
         "tokens_per_s": round(tokens / seconds, 1) if seconds > 0 else None,
@@ -53,14 +54,20 @@ def summarise(
         },
         "replicas": times.per_second(),
         "bottleneck": times.bottleneck,
-        "staleness/min": min((step["staleness_min"] for step in steps), default=None),
-        "staleness/mean": sum(step["staleness_mean"] for step in steps) / len(steps) if steps else None,
-        "staleness/max": max((step["staleness_max"] for step in steps), default=None),
+        "staleness/min": min((step["staleness_min"] for step in aged), default=None),
+        "staleness/mean": sum(step["staleness_mean"] for step in aged) / len(aged) if aged else None,
+        "staleness/max": max((step["staleness_max"] for step in aged), default=None),
         "ledger": msgspec.to_builtins(counts) if counts is not None else None,
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
     return Summary(folder, values)
+
+
+def _ends(name: str, key: str, steps: list[Record]) -> dict[str, Any]:
+    """Return a metric of the first and of the last step; None where they have none."""
+    first, last = (steps[0], steps[-1]) if steps else ({}, {})
+    return {f"{name}/first": first.get(key), f"{name}/last": last.get(key)}
 
 
 def _evaluations(records: list[Record]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Trace:
         """Write down that a step has its record, and everything before it."""
         if record["kind"] not in ("step", "warmup"):
             return
-        left = int(record["rows"] + record["rows_dropped"]) if record["kind"] == "step" else 0
+        left = int(record["rows"] + record.get("rows_dropped", 0)) if record["kind"] == "step" else 0
         age = record.get("staleness_mean") or 0.0
         step = Step(self._at(time.monotonic()), record["kind"], record["step"], record["version"], left, age)
         with self._lock:

@@ -1,9 +1,9 @@
 """From a configuration to the stages of each table, checked as graphs.
 
-Three tables: `train` holds the rows of reinforcement learning, `eval` held-out prompts, `warmup` supervised
-examples. In the modes `colocated` and `separated` every stage takes a whole phase at a time (`whole`), so that
-each phase waits for the whole phase before it. In the others it takes what is ready: the engines a group at a time,
-many at once, and the trainer group by group until a step is full.
+Three tables: `train` holds the rows of reinforcement learning, or of supervised training instead, `eval` held-out
+prompts, `warmup` supervised examples. In the modes `colocated` and `separated` every stage takes a whole phase at a
+time (`whole`), so that each phase waits for the whole phase before it. In the others it takes what is ready: the
+engines a group at a time, many at once, and the trainer group by group until a step is full.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +37,8 @@ RESPONSE_COLUMNS = {
     "finish": "string",
 }
 REWARD_COLUMNS = {"reward": "float64", "reward_outcome": "string"}
+EXAMPLE_COLUMNS = {"prompt_tokens": "list<int64>", "response_tokens": "list<int64>", "response_mask": "list<uint8>"}
+"""Of supervised examples: the response is a given answer."""
 TRAINED_COLUMNS = {"trained_by": "int64", "staleness": "int32", "trained_mask": "list<uint8>"}
 """What the trainer writes where it takes rows as they come: the version that they made, how old they were, and which
 response tokens were in the loss."""
@@ -74,12 +76,15 @@ def plan(config: Pipeline) -> Plan:
     if config.rollout.backend == "emulated":
         InferCosts.of(config.rollout.options)
         TrainCosts.of(config.train.options)
-    tables = {"train": graph(_train(config))}
+    tables = {"train": graph(_sft(config) if config.train.supervised else _train(config))}
     for found in tables.values():
         Schema(dict(found.columns))
-    reward = dtype(tables["train"].columns[config.train.reward])
-    if reward.ragged or reward.shape or reward.item.kind not in "biuf":
-        raise PipelineError(f"train.reward: column {config.train.reward} is {reward.name}, not one number for each row")
+    if not config.train.supervised:
+        reward = dtype(tables["train"].columns[config.train.reward])
+        if reward.ragged or reward.shape or reward.item.kind not in "biuf":
+            raise PipelineError(
+                f"train.reward: column {config.train.reward} is {reward.name}, not one number for each row"
+            )
     if config.eval.rows:
         tables["eval"] = graph(_eval(config))
     if config.warmup:
@@ -259,10 +264,9 @@ def _eval(config: Pipeline) -> list[StageSpec]:
 
 def _warmup(config: Pipeline) -> list[StageSpec]:
     assert config.warmup is not None
-    columns = {"prompt_tokens": "list<int64>", "response_tokens": "list<int64>", "response_mask": "list<uint8>"}
     warmup = StageSpec(
         "warmup",
-        tuple(columns),
+        tuple(EXAMPLE_COLUMNS),
         build="asyncflow.stages.warmup:Warmup",
         replicas=config.train.data_parallel,
         ranks=config.train.data_parallel,
@@ -270,7 +274,21 @@ def _warmup(config: Pipeline) -> list[StageSpec]:
         host="trainer",
         take=Take(rows=config.warmup.rows_per_step),
     )
-    return [_source("warmup", columns), warmup]
+    return [_source("warmup", EXAMPLE_COLUMNS), warmup]
+
+
+def _sft(config: Pipeline) -> list[StageSpec]:
+    sft = StageSpec(
+        "train",
+        tuple(EXAMPLE_COLUMNS),
+        build="asyncflow.stages.sft:Sft",
+        replicas=config.train.data_parallel,
+        ranks=config.train.data_parallel,
+        host="trainer",
+        take=Take(rows=config.rows_per_step),
+        durable=True,
+    )
+    return [_source("train", EXAMPLE_COLUMNS), sft]
 
 
 def _own(stage: StageConfig, take: Take) -> StageSpec:

@@ -2,24 +2,12 @@
 
 from collections.abc import Iterator
 
-import msgspec
-
-from asyncflow.algorithms.aggregate import UNDIVIDED, Denominators, denominators
-from asyncflow.algorithms.loss import SftLoss
-from asyncflow.algorithms.report import Report
 from asyncflow.algorithms.schedule import learning_rate
 from asyncflow.execute.messages import Stepped
 from asyncflow.stage import Context, Done
+from asyncflow.stages.imitation import imitate
 from asyncflow.stages.trainer import Trainer
 from asyncflow.storage import Batch
-
-
-class Said(msgspec.Struct):
-    """What a rank has added to a step."""
-
-    tokens: int
-    sequences: int
-    report: Report
 
 
 class Warmup:
@@ -36,13 +24,9 @@ class Warmup:
             trainer.warmups, peak=warmup.lr, schedule=train.schedule, steps=warmup.steps, warmup=train.lr_warmup
         )
         with trainer.lock:
-            if not trainer.add(batch, (), SftLoss(UNDIVIDED), self._context):
+            made = imitate(trainer, batch, lr, self._context)
+            if made is None:
                 return
-            mask = batch["response_mask"]
-            mine = denominators(mask.values, mask.offsets)
-            said = trainer.exchange(Said(mine.tokens, mine.sequences, trainer.report))
-            counted = sum((Denominators(each.tokens, each.sequences) for each in said), Denominators(0, 0))
-            made = trainer.step(lr, [each.report for each in said], counted.share("token-mean"))
             trainer.warmups += 1
             version = trainer.engine.version
             yield Done(version)

@@ -60,6 +60,11 @@ def test_every_option_of_a_recipe_can_be_overridden(name):
         ("grpo", {"off_policy": "tis", "clip_high": 0.3}, ["clip_high is not used by off_policy tis"]),
         ("grpo", {"off_policy_high": 4.0}, ["only by decoupled, tis, icepop, reject, a3po"]),
         ("grpo", {"off_policy": "decoupled", "off_policy_low": 0.1}, ["only by tis, icepop, reject"]),
+        (
+            "sft",
+            {"loss": "pg", "lr": 1.0, "group_size": 8},
+            ["loss has no effect with", "group_size has no effect with"],
+        ),
         ("grpo", {"gamma": 0.9, "gae_lambda": 0.9}, ["gamma is not used", "gae_lambda is not used"]),
     ],
 )
@@ -80,6 +85,7 @@ def test_an_option_without_effect_is_named(recipe, given, words):
         ("grpo", {"loss": "mine.py:loss", "clip_low": 0.1}),
         ("dapo", {"off_policy": "a3po", "off_policy_high": 5.0, "clip_high": 0.3}),
         ("ppo", {"gamma": 0.9, "gae_lambda": 0.9, "kl_coef": 0.1, "kl": "k3"}),
+        ("sft", {"lr": 1.0, "steps": 3}),
     ],
 )
 def test_options_with_effect_pass(recipe, given):

@@ -43,5 +43,5 @@ def test_draws_do_not_depend_on_how_many_are_taken_at_a_time():
 
 def test_an_item_without_an_answer_is_named():
     batch = prompts([{"word": "ab"}], TOKENIZER, DATA).batch
-    with pytest.raises(DataError, match="item 0 has no answer to warm up on"):
+    with pytest.raises(DataError, match="item 0 has no answer to train on"):
         Demonstrations(batch, None, TOKENIZER, 0)

@@ -13,12 +13,12 @@ def worked(stage: str, started: float, idle: float, busy: float, replica: int = 
     return Worked("train", stage, f"{stage}-{replica}", 8, busy, idle, 0.0, started=started)
 
 
-def step(number_: int, **more: float) -> dict[str, float]:
+def step(count: int, **more: float) -> dict[str, float]:
     fixed = {"rows": 8, "tokens": 40, "reward_mean": 0.5, "staleness_min": 0, "staleness_mean": 0, "staleness_max": 0}
-    return {"step": number_, "version": number_ + 10, **fixed, **more}
+    return {"step": count, "version": count + 10, **fixed, **more}
 
 
-def test_each_record_is_a_line_and_what_is_not_a_number_is_null(tmp_path):
+def test_each_record_is_a_line_and_what_is_not_a_countis_null(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.log("step", {"step": 1, "loss": float("nan"), "reward": 0.5})
     metrics.close()
@@ -95,6 +95,16 @@ def test_the_summary_measures_speed_over_the_steps_of_this_session(tmp_path):
     assert summary["ledger"] == {"admitted": 24, "done": 24, "dropped": {}, "live": 0}
     summary.write()
     assert json.loads((tmp_path / "summary.json").read_text())["complete"] is True
+
+
+def test_the_summary_of_a_supervised_run_tells_what_it_learned_instead_of_rewards_and_ages(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for count, nll in ((1, 4.0), (2, 3.5)):
+        metrics.log("step", {"step": count, "version": count, "nll": nll, "rows": 6.0, "tokens": 30.0})
+    metrics.close()
+    summary = summarise(tmp_path, metrics, None, seconds=2.0, since=0, complete=True)
+    assert (summary["nll/first"], summary["nll/last"], summary["reward/last"]) == (4.0, 3.5, None)
+    assert (summary["staleness/max"], summary["rows_per_s"], summary["tokens_per_s"]) == (None, 6.0, 30.0)
 
 
 def test_a_run_that_never_stepped_has_a_summary_too(tmp_path):

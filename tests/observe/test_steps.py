@@ -62,3 +62,18 @@ def test_a_step_counts_the_outcomes_of_rows_that_left_since_the_last_and_of_thos
     steps = metrics.of("step")
     metrics.close()
     assert [[step[f"reward_{outcome}"] for outcome in UNUSUAL] for step in steps] == [[2, 3, 0], [0, 4, 0]]
+
+
+def test_a_supervised_step_says_nothing_of_what_was_generated(tmp_path):
+    board = Board(replicas=("trainer-0",), engines=(), group_size=1)
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    log = StepLog(metrics, {"train": 4}, supervised=True)
+    event = Stepped("train", 5, {"nll": 2.0, "rows": 3.0, "tokens": 9.0}, rows=3)
+    log.stepped(event, board)
+    board.take("trainer-0", event)
+    log.worked(Worked("train", "train", "trainer-0", 3, 0.1, 0.1, 0.1), board)
+    (step,) = metrics.of("step")
+    metrics.close()
+    assert {name: value for name, value in step.items() if name != "time"} == {
+        "kind": "step", "step": 5, "version": 5, "nll": 2.0, "rows": 3.0, "tokens": 9.0,
+    }  # fmt: skip

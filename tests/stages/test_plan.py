@@ -63,6 +63,13 @@ def test_models_that_are_not_trained_stand_in_a_process_of_their_own_where_they_
     assert not {"reference", "teacher"} & stages().keys()
 
 
+def test_supervised_training_has_no_stage_but_the_trainer():
+    found = stages(mode="separated", algorithm="sft", prompts_per_step=6)
+    assert found.keys() == {"source", "train"}
+    assert set(found["train"].reads) == set(found["source"].writes)
+    assert found["train"].take == Take(rows=6)
+
+
 @pytest.mark.parametrize("on_stale", ["mask", "drop", "requeue", "wait"])
 def test_groups_are_trained_in_the_order_of_their_admission_where_none_may_be_too_old(on_stale):
     assert stages(mode="async", on_stale=on_stale)["train"].take.ordered == (on_stale == "wait")
