@@ -63,7 +63,7 @@ def folder(tmp_path):
     def write(shape="qwen2"):
         spec = replace(VALUE, config=SHAPES[shape])
         model = value_model(spec, torch.float64)
-        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
         torch.nn.init.constant_(model.head.bias, 0.5)
         model.save_pretrained(tmp_path, model.state_dict())
         return model, replace(spec, path=str(tmp_path), config=None)
@@ -97,13 +97,15 @@ def test_values_and_their_gradient_are_those_of_a_naive_pass(folder, shape, pack
     assert found["value_loss"] == pytest.approx(float(total.detach()) / tokens)
     assert 0 < found["value_clip_share"] < 1
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert made.grad_norm == pytest.approx(float(torch.cat([g.flatten() for g in gradients.values()]).norm()))
+    whole = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    assert made.grad_norm == pytest.approx(float(whole.norm()), rel=1e-4)
     # After one step, Adam's first moment is a tenth of the gradient; matrices come first.
     order = sorted(gradients, key=lambda name: gradients[name].ndim < 2)
     for number, name in enumerate(order):
         moment = own.state()["optimizer"]["state"][number]["exp_avg"]
         # Norms of qwen2 compute in float32, whatever the dtype.
-        torch.testing.assert_close(moment * 10, gradients[name], rtol=1e-5, atol=1e-7)
+        rtol, atol = (1e-9, 1e-12) if shape == "gpt2" else (1e-4, 1e-5)
+        torch.testing.assert_close(moment * 10, gradients[name], rtol=rtol, atol=atol)
 
 
 def test_a_new_critic_is_the_policy_with_values_of_zero():
