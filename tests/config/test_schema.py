@@ -28,6 +28,8 @@ def reload(tmp_path, pipeline):
     [
         [],
         ["train.algorithm=dr_grpo", "train.lr=1e-4"],
+        ["train.algorithm=ppo"],
+        ["train={algorithm: ppo, group_size: 1}", "critic={clip: null, warmup: 3}"],
         ["train.algorithm=rloo", "train.kl_coef=0.1", "train.kl=k1", "reward.timeout=500ms"],
         [
             "warmup={steps: 3}",
