@@ -150,6 +150,20 @@ def _frozen(name: str, column: str, config: Pipeline) -> StageSpec:
     )
 
 
+def _critic(config: Pipeline) -> StageSpec:
+    ranks = config.train.data_parallel
+    share = Take(groups=-(-config.prompts_per_step // ranks), whole=True)
+    return StageSpec(
+        "critic",
+        ("prompt_tokens", "response_tokens", "response_mask"),
+        {"values": "list<float32>"},
+        build="asyncflow.stages.critic:Critic",
+        host="trainer",
+        replicas=ranks,
+        take=share if config.phased else _ready(config),
+    )
+
+
 def _advantage(config: Pipeline) -> StageSpec:
     options = config.train.algorithm_options
     token = "list<float32>"
@@ -181,6 +195,9 @@ def _train(config: Pipeline) -> list[StageSpec]:
     if config.train.distill_coef > 0:
         stages.append(_frozen("teacher", "teacher_logprobs", config))
         reads.append("teacher_logprobs")  # to tell how far the policy is from it
+    if config.critic is not None:
+        stages.append(_critic(config))
+        reads += ["values", "returns"]
     stages.append(_advantage(config))
     stages += _with_own([_own(stage, _ready(config, groups=True)) for stage in config.stages], stages, config, reads)
     if config.output.samples_every:
