@@ -1,4 +1,4 @@
-"""Checkpoints: the model in Hugging Face format, and beside it what a run needs to go on.
+"""Checkpoints: the model in Hugging Face format, and beside it what a run needs to go on; a critic in a folder inside.
 
 The state is copied at once, and written later in whichever thread. A checkpoint is a folder that appears complete or
 not at all: it is written under another name, synced and renamed. `progress.json` is written last and names the
@@ -18,38 +18,56 @@ from asyncflow.errors import CheckpointError
 FORMAT = 1
 FINISHED = "finished.arrow"
 """Responses that are finished and not trained (`asyncflow.finished`)."""
+CRITIC = "critic"
+"""Folder of a checkpoint with the critic, where there is one."""
+_STATE = "engine.pt"
 
 
 def snapshot(
-    engine: TrainEngine, tokenizer: Any, progress: Mapping[str, object], finished: str = ""
+    engine: TrainEngine,
+    tokenizer: Any,
+    progress: Mapping[str, object],
+    critic: TrainEngine | None = None,
+    finished: str = "",
 ) -> Callable[[Path], None]:
     """Copy what a checkpoint is made of; what is returned writes it into a folder, replacing one of the same name.
 
-    The copy takes as much host memory as the model and its optimizer, until it is written. `finished` is a file of
-    responses, if there is one, which moves into the folder.
+    The copy takes as much host memory as the models and their optimizers, until it is written. `finished` is a file
+    of responses, if there is one, which moves into the folder.
     """
-    write, state = engine.snapshot(), engine.state()
+    writes = {"": _copied(engine)}
+    if critic is not None:
+        writes[CRITIC] = _copied(critic)
     record = {"format": FORMAT, "version": engine.version, **progress}
-    return lambda folder: _write(folder, write, state, tokenizer, record, finished)
+    return lambda folder: _write(folder, writes, tokenizer, record, finished)
+
+
+def _copied(engine: TrainEngine) -> Callable[[Path], None]:
+    model, state = engine.snapshot(), engine.state()
+
+    def write(folder: Path) -> None:
+        import torch
+
+        model(folder)
+        torch.save(state, folder / _STATE)
+
+    return write
 
 
 def _write(
     folder: Path,
-    write: Callable[[Path], None],
-    state: dict[str, object],
+    writes: Mapping[str, Callable[[Path], None]],
     tokenizer: Any,
     record: Mapping[str, object],
     finished: str,
 ) -> None:
-    import torch
-
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     for abandoned in folder.parent.glob(f".{folder.name}.*.partial"):
         shutil.rmtree(abandoned, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write(partial)
+    for name, write in writes.items():
+        (partial / name).mkdir(parents=True)
+        write(partial / name)
     tokenizer.save_pretrained(partial)
-    torch.save(state, partial / "engine.pt")
     if finished:
         Path(finished).rename(partial / FINISHED)
     (partial / "progress.json").write_text(json.dumps(record, indent=1))
@@ -80,11 +98,11 @@ def load_engine(folder: Path, engine: TrainEngine) -> None:
     import torch
 
     try:
-        state = torch.load(folder / "engine.pt", weights_only=True)
+        state = torch.load(folder / _STATE, weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no engine.pt") from None
+        raise CheckpointError(f"{folder} has no {_STATE}") from None
     except Exception as error:  # torch names no one kind for a file that it cannot read
-        raise CheckpointError(f"{folder / 'engine.pt'} is damaged: {error}; go on from another checkpoint") from error
+        raise CheckpointError(f"{folder / _STATE} is damaged: {error}; go on from another checkpoint") from error
     engine.load_state(state)
 
 

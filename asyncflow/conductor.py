@@ -372,7 +372,8 @@ class Conductor:
         self.phase = "training"
         config, board = self.config, self.board
         first = board.published
-        if config.train.kl_coef > 0 and config.warmup and not (self.folder / reference.FOLDER).exists():
+        needed = config.train.kl_coef > 0 or (config.critic is not None and config.critic.path is None)
+        if needed and config.warmup and not (self.folder / reference.FOLDER).exists():
             self._save(self.folder / reference.FOLDER)
         self._training_since = time.monotonic()
         steps, done = config.train.steps - self.steps_before, 0

@@ -99,7 +99,8 @@ class Saving:
 
         def over() -> bool:
             # In phases every row is trained or dropped by now; otherwise some are ahead, and are done again.
-            return self._nothing_left(names) if phased else self._done(names, self.board.trained)
+            ledger = self.table.ledger()
+            return self._done(names, ledger.admitted - sum(ledger.dropped.values()) if phased else self.board.trained)
 
         self.board.wait(over, self.config.executor.wait_timeout, lambda: "every stage to finish its last rows")
 
@@ -139,11 +140,6 @@ class Saving:
             self.save(self.folder / "checkpoint", final=True, failing=True)
         except AsyncflowError as error:
             log.warning("no checkpoint was saved: %s", error)
-
-    def _nothing_left(self, stages: Iterable[str]) -> bool:
-        """Whether each of these stages has had every row that lives: what it is done with may have been dropped since."""
-        tasks = self.table.status().tasks
-        return not any(tasks[stage].waiting + tasks[stage].blocked + tasks[stage].leased for stage in stages)
 
     def _done(self, stages: Iterable[str], rows: int) -> bool:
         """Whether each of these stages is done with so many rows; the queue knows, whatever replicas have told."""

@@ -75,6 +75,9 @@ class ModelSpec:
     """Token id that fills padding; never attended to."""
     eos_token: int | None
     """Written into the config of a new model."""
+    head: Literal["tokens", "value"] = "tokens"
+    """What the model says at each position: the next token, or one number. A value head that the folder does not have
+    starts at zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +175,14 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What the current policy says of the response tokens of a micro-batch; both (B, R), at the temperature."""
+    """What the current model says of the response tokens of a micro-batch; (B, R), at the temperature."""
 
     logprobs: "torch.Tensor"
+    """Zeros where the model has a value head."""
     entropy: "torch.Tensor | None"
     """Full-vocabulary entropy, with gradient only if it was asked for; None where an engine does not compute it."""
+    values: "torch.Tensor | None" = None
+    """What a value head says before each token; None of any other model."""
 
 
 LossOutput = tuple["torch.Tensor", "Report"]
@@ -219,7 +225,10 @@ class InferFactory(Protocol):
 
 
 class TrainFactory(Protocol):
-    """Makes a training engine; registered by name or under the entry point group `asyncflow.train`."""
+    """Makes a training engine; registered by name or under the entry point group `asyncflow.train`.
+
+    An engine without value heads refuses such a model (ConfigError).
+    """
 
     def __call__(
         self,
@@ -232,15 +241,16 @@ class TrainFactory(Protocol):
     ) -> "TrainEngine":
         """`temperature` is that of sampling: every log-probability is taken at it.
 
-        With several ranks it waits until all of them are there.
+        With several ranks the first engine of a process waits until all of them are there; another one joins them in
+        its first call that all ranks make, since it may be made at any time.
         """
 
 
 class TrainEngine(Protocol):
     """Holds the model and its optimizer, and turns losses into versions.
 
-    Where there are several data-parallel ranks, every one of them calls `micro_batches`, `optim_step`, `exchange`
-    and `export_weights`, in the same order.
+    Where there are several data-parallel ranks, every one of them calls `micro_batches` (but for those `alone`),
+    `optim_step`, `exchange` and `export_weights`, in the same order.
     """
 
     @property
@@ -255,13 +265,20 @@ class TrainEngine(Protocol):
         """Return what every rank gave, in the order of the ranks."""
 
     def micro_batches(
-        self, batch: Batch, token_budget: int, columns: Sequence[str], rows: RowIds | None = None
+        self,
+        batch: Batch,
+        token_budget: int,
+        columns: Sequence[str],
+        rows: RowIds | None = None,
+        *,
+        alone: bool = False,
     ) -> Iterator[MicroBatch]:
         """Cut rows into micro-batches of at most `token_budget` tokens; padding counts, unless the engine packs rows.
 
         Reads `prompt_tokens`, `response_tokens`, `response_mask` and `columns`; `rows` holds the row ids, by
         default 0, 1, …. The budget is hard: a row that alone exceeds it is an error that names it (DataError).
-        Every rank yields the same number, empty ones where its rows do not suffice.
+        Every rank yields the same number, empty ones where its rows do not suffice; with `alone` this one cuts for
+        itself, to score rows and not to train on them.
         """
 
     def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> "Report":
@@ -276,6 +293,9 @@ class TrainEngine(Protocol):
 
     def logprobs(self, micro_batch: MicroBatch) -> "torch.Tensor":
         """Log-probabilities of the response tokens at the sampling temperature, (B, R), without gradient."""
+
+    def values(self, micro_batch: MicroBatch) -> "torch.Tensor":
+        """What a value head says before each response token, (B, R), without gradient."""
 
     def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Yield every tensor under its Hugging Face name, tied ones included, detached and on the CPU.

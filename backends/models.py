@@ -21,22 +21,31 @@ _LEGACY = {"rope_theta", "rope_scaling", "torch_dtype", "num_labels"}
 
 
 def new_model(spec: ModelSpec, dtype: "torch.dtype | None" = None) -> "PreTrainedModel":
-    """Return the model in evaluation mode (no dropout), on the CPU, in `spec.dtype` or the given one.
+    """Return the language model in evaluation mode (no dropout), on the CPU, in `spec.dtype` or the given one.
 
     A new model's weights depend on config and seed alone, and the global random state is left as it was. Raises
     ConfigError for a folder or config that is wrong, MissingDependency without torch and transformers.
     """
+    return _new(spec, dtype, "AutoModelForCausalLM")
+
+
+def new_body(spec: ModelSpec, dtype: "torch.dtype | None" = None) -> "PreTrainedModel":
+    """Return the same model, with the same weights, but without its head: it gives hidden states."""
+    return _new(spec, dtype, "AutoModel")
+
+
+def _new(spec: ModelSpec, dtype: "torch.dtype | None", name: str) -> "PreTrainedModel":
     try:
         import torch
         import transformers
     except ImportError as error:
         raise MissingDependency(error.name or "transformers", "a Hugging Face model", INSTALL) from error
     kind = dtype if dtype is not None else getattr(torch, spec.dtype)
+    maker: Any = getattr(transformers, name)
     if spec.path is not None:
-        model = _read(spec.path, kind)
+        model = _read(spec.path, kind, maker)
     else:
         config = model_config(spec)
-        maker: Any = transformers.AutoModelForCausalLM
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(spec.seed)
             model = maker.from_config(config, dtype=torch.float32)
@@ -101,12 +110,10 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _read(path: str, dtype: "torch.dtype") -> Any:
-    from transformers import AutoModelForCausalLM
-
+def _read(path: str, dtype: "torch.dtype", maker: Any) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is not a folder with a config.json in Hugging Face format")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    return maker.from_pretrained(path, dtype=dtype, local_files_only=True)
 
 
 def _known(config: Any) -> set[str]:

@@ -52,6 +52,26 @@ def test_a_copy_is_taken_at_once_and_written_later(tmp_path):
     assert checkpoint.progress(tmp_path / "checkpoint")["version"] == 1
 
 
+def test_a_critic_lies_in_a_folder_inside_and_comes_back_by_itself(tmp_path):
+    checkpoint.snapshot(Engine(3), Names(), {"step": 3}, Engine(2))(tmp_path / "checkpoint")
+    inside = tmp_path / "checkpoint" / checkpoint.CRITIC
+    assert ((tmp_path / "checkpoint" / "weights").read_text(), (inside / "weights").read_text()) == ("3", "2")
+    engine, critic = Engine(0), Engine(0)
+    checkpoint.load_engine(tmp_path / "checkpoint", engine)
+    checkpoint.load_engine(inside, critic)
+    assert (engine.loaded, critic.loaded) == (3, 2)
+    save(tmp_path / "checkpoint", 4)
+    assert not inside.exists(), "the one before leaves nothing"
+
+
+def test_a_checkpoint_whose_critic_cannot_be_written_is_none(tmp_path):
+    critic = Engine(2)
+    critic.snapshot = lambda: lambda folder: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.snapshot(Engine(3), Names(), {"step": 3}, critic)(tmp_path / "checkpoint")
+    assert checkpoints(tmp_path) == []
+
+
 @pytest.mark.parametrize("crash", [1, 2, 3])
 def test_a_crash_between_any_two_renames_leaves_a_whole_one(tmp_path, monkeypatch, crash):
     save(tmp_path / "checkpoint", 1)

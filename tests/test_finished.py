@@ -87,5 +87,5 @@ def test_they_come_back_done_by_all_before_the_trainer_which_gets_them_when_trai
 def test_a_file_that_is_damaged_is_named_and_none_is_no_fault(tmp_path):
     assert finished.read(tmp_path / "rows") is None
     (tmp_path / "rows").write_bytes(b"no arrow")
-    with pytest.raises(CheckpointError, match="rows is damaged: .*; without it, its responses are generated again"):
+    with pytest.raises(CheckpointError, match=r"rows is damaged: .*; without it, its responses are generated again"):
         finished.read(tmp_path / "rows")

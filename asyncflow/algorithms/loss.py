@@ -30,6 +30,7 @@ from asyncflow.algorithms.policy import POLICIES, PolicyTerms
 from asyncflow.algorithms.ratio import log_ratio
 from asyncflow.algorithms.report import Report
 from asyncflow.algorithms.spread import spread
+from asyncflow.algorithms.value import value_loss
 
 if TYPE_CHECKING:
     from asyncflow.backends.base import LossOutput, MicroBatch, Scored
@@ -174,6 +175,26 @@ class SftLoss:
         if scored.entropy is not None:
             sums["entropy"] = _sum(masked(scored.entropy, mask))
         return loss, _plain(sums)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """Loss of a critic's values, over the trained tokens of the whole step.
+
+    Reads the columns `values`, those that the advantages were made of, and `returns`.
+    """
+
+    denominators: Denominators
+    clip: float | None = None
+    entropy: bool = False
+
+    def __call__(self, scored: "Scored", micro_batch: "MicroBatch") -> "LossOutput":
+        mask, columns = micro_batch.mask, micro_batch.columns
+        if scored.values is None:
+            raise ValueError("the engine's model has no value head")
+        terms = value_loss(scored.values, columns["values"], columns["returns"], mask, self.clip)
+        loss = aggregate(terms.token_loss, mask, "token-mean", self.denominators)
+        return loss, _plain({"value_loss": loss, "value_clipped": terms.clipped.sum(), "tokens": (mask != 0).sum()})
 
 
 def _ratios(terms: PolicyTerms, logprobs: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ _MEANS = {
     "weight": "off_policy_weight_mean",
     "bounded": "off_policy_bounded_share",
     "rejected": "off_policy_rejected_share",
+    "value_clipped": "value_clip_share",
 }
 _AS_THEY_ARE = {
     "ratio_max": "ratio_max",
@@ -61,8 +62,9 @@ def metrics(report: Report) -> dict[str, float]:
     """Turn the combined report of a step into its metrics.
 
     `loss` and its parts as they are; for each trained token `ratio_mean`, `clip_share`, `logprob_gap_mean`, `kl`,
-    `entropy`, `nll`, `off_policy_weight_mean`, `off_policy_bounded_share`, `off_policy_rejected_share`; `ratio_max`,
-    `logprob_gap_max`, `off_policy_weight_max`; quantiles `logprob_gap_p50`, `…_p90`, `…_p99`; `trained_tokens`.
+    `entropy`, `nll`, `off_policy_weight_mean`, `off_policy_bounded_share`, `off_policy_rejected_share`,
+    `value_clip_share`; `ratio_max`, `logprob_gap_max`, `off_policy_weight_max`; quantiles `logprob_gap_p50`, `…_p90`,
+    `…_p99`; `trained_tokens`.
     Absent in, absent out.
     """
     numbers = {name: value for name, value in report.items() if not isinstance(value, list)}

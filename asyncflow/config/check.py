@@ -35,7 +35,7 @@ class Problem:
 def check(pipeline: Pipeline) -> list[Problem]:
     """Return every mistake that shows only when fields are seen together."""
     model = (_model, _data, _stop, _eval, _reward, _retries, _stages)
-    training = (_batch, _algorithm, _supervised, _teacher, _schedule, _staleness, _emulated, _packing)
+    training = (_batch, _algorithm, _supervised, _teacher, _critic, _schedule, _staleness, _emulated, _packing)
     running = (_weights, _channel, _stall)
     return [problem for part in (*model, *training, *running) for problem in part(pipeline)]
 
@@ -294,15 +294,35 @@ def _teacher(pipeline: Pipeline) -> Iterator[Problem]:
     if not coef:
         why = "has no effect while train.distill_coef is 0: use `algorithm: opd`, or give the coefficient"
         yield Problem(("teacher",), why, uses, at="key")
-    route, folder = ("teacher", "path"), Path(teacher.path)
-    yield from _folder(route, teacher.path)
-    if folder.is_dir() and teacher.path:
+    yield from _beside(pipeline, ("teacher", "path"), teacher.path)
+
+
+def _beside(pipeline: Pipeline, route: Route, path: str) -> Iterator[Problem]:
+    """Check the folder of a model that reads what the policy wrote."""
+    folder = Path(path)
+    yield from _folder(route, path)
+    if folder.is_dir() and path:
         theirs, ours = vocabulary.size(folder), vocabulary.own_size(pipeline.model)
         if not (folder / "config.json").is_file():
-            yield Problem(route, f"{teacher.path} has no config.json: expected a folder in Hugging Face format")
+            yield Problem(route, f"{path} has no config.json: expected a folder in Hugging Face format")
         elif theirs is not None and ours is not None and theirs < ours:
-            why = f"{teacher.path} knows {theirs} tokens, and the policy {ours}: expected the same vocabulary"
+            why = f"{path} knows {theirs} tokens, and the policy {ours}: expected the same vocabulary"
             yield Problem(route, why, (("model",),))
+
+
+def _critic(pipeline: Pipeline) -> Iterator[Problem]:
+    critic, train = pipeline.critic, pipeline.train
+    if critic is None:
+        return
+    if train.advantage != "gae":
+        why = f"is not used by advantage {train.advantage}, only by gae: leave it out, or use `algorithm: ppo`"
+        yield Problem(("critic",), why, (("train", "advantage"), ("train", "algorithm")), at="key")
+        return
+    if critic.path is not None:
+        yield from _beside(pipeline, ("critic", "path"), critic.path)
+    if critic.warmup >= train.steps:
+        why = f"{critic.warmup} leaves none of train.steps {train.steps} in which the policy learns: use fewer"
+        yield Problem(("critic", "warmup"), why, (("train", "steps"),))
 
 
 def _named(route: Route, name: str, known: Sequence[str]) -> Iterator[Problem]:

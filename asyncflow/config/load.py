@@ -227,7 +227,7 @@ def _without_nulls(tree: Any, route: Route) -> Any:
 
 
 def _anchor(merged: Document) -> None:
-    for route in (("model", "path"), ("model", "tokenizer"), ("teacher", "path")):
+    for route in (("model", "path"), ("model", "tokenizer"), ("teacher", "path"), ("critic", "path")):
         _rewrite(merged, route, _anchored_path)
     for route in (("data", "source"), ("eval", "source")):
         _rewrite(merged, route, _anchored_source)

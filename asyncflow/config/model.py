@@ -4,9 +4,9 @@ Nothing here loads torch, an engine or the data; the model knows which values ar
 knows which values go together, and `load` turns files and overrides into it.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncflow.config.fields import (
     Count,
@@ -22,7 +22,7 @@ from asyncflow.config.fields import (
     Section,
     Unit,
 )
-from asyncflow.config.training import Train, Warmup
+from asyncflow.config.training import Critic, Train, Warmup
 
 
 class Model(Section):
@@ -218,6 +218,8 @@ class Pipeline(Section):
     """How responses are generated."""
     train: Train = Train()
     """How the policy is trained."""
+    critic: Critic | None = None
+    """The model of values for `train.advantage: gae`; none with any other."""
     warmup: Warmup | None = None
     """Supervised training before reinforcement learning; none by default."""
     teacher: Teacher | None = None
@@ -250,6 +252,13 @@ class Pipeline(Section):
     """Seed of everything random."""
     output: Output = Output()
     """What a run leaves behind; a plain string is its folder."""
+
+    @model_validator(mode="after")
+    def _critic(self) -> Self:
+        """Make the critic that GAE needs; it does not count as given."""
+        if self.critic is None and self.train.advantage == "gae":
+            self.__dict__["critic"] = Critic()
+        return self
 
     @property
     def staleness(self) -> int:

@@ -49,6 +49,19 @@ class Warmup(Section):
     """Templates of demonstrated answers, one drawn for each example; by default `data.answer` alone."""
 
 
+class Critic(Section):
+    """The model whose values `advantage: gae` is made of: a language model with a value head that starts at zero."""
+
+    path: str | None = None
+    """Folder in Hugging Face format, with the policy's tokenizer; by default the model that training begins with."""
+    lr: Positive = 1e-5
+    """Learning rate."""
+    clip: Positive | None = 0.2
+    """A value counts as moved by at most this from the one that the advantages were made of; null: by any."""
+    warmup: Count = 0
+    """First steps in which the critic alone learns: the policy's learning rate is 0."""
+
+
 class Train(Section):
     """How the policy is trained."""
 

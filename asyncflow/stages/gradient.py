@@ -4,7 +4,7 @@ Advantages that are whitened, and parts of the loss that leave rows out, depend 
 rank. All others are added to the gradient as they come, and divided at the end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -21,11 +21,21 @@ from asyncflow.storage.batch import Column
 
 
 class Spread(msgspec.Struct):
-    """Moments of a rank's advantages."""
+    """Moments of what a rank has, as it tells them to the others."""
 
     count: int
     total: float
     squares: float
+
+    @classmethod
+    def of(cls, found: Moments) -> "Spread":
+        """Make the message."""
+        return cls(found.count, found.total, found.squares)
+
+    @staticmethod
+    def sum(said: Iterable["Spread"]) -> Moments:
+        """Return the moments of all ranks together."""
+        return sum((Moments(each.count, each.total, each.squares) for each in said), Moments())
 
 
 class Counted(msgspec.Struct):
@@ -41,9 +51,7 @@ def whitened(rows: Batch, trainer: Trainer) -> Batch:
     assert advantage.offsets is not None
     # One long row: whitening knows no rows.
     values, trained = (torch.from_numpy(each.values.copy())[None] for each in (advantage, mask))
-    mine = moments(values, trained)
-    said = trainer.exchange(Spread(mine.count, mine.total, mine.squares))
-    step = sum((Moments(each.count, each.total, each.squares) for each in said), Moments())
+    step = Spread.sum(trainer.exchange(Spread.of(moments(values, trained))))
     made = whiten(values, trained, step)[0].numpy().astype(np.float32)
     return rows.with_columns({"advantage": Column.ragged(made, advantage.offsets, "list<float32>")})
 

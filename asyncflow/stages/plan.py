@@ -155,6 +155,20 @@ def _frozen(name: str, column: str, config: Pipeline) -> StageSpec:
     )
 
 
+def _critic(config: Pipeline) -> StageSpec:
+    ranks = config.train.data_parallel
+    share = Take(groups=-(-config.prompts_per_step // ranks), whole=True)
+    return StageSpec(
+        "critic",
+        ("prompt_tokens", "response_tokens", "response_mask"),
+        {"values": "list<float32>"},
+        build="asyncflow.stages.critic:Critic",
+        host="trainer",
+        replicas=ranks,
+        take=share if config.phased else _ready(config),
+    )
+
+
 def _advantage(config: Pipeline) -> StageSpec:
     options = config.train.algorithm_options
     token = "list<float32>"
@@ -186,11 +200,18 @@ def _train(config: Pipeline) -> list[StageSpec]:
     if config.train.distill_coef > 0:
         stages.append(_frozen("teacher", "teacher_logprobs", config))
         reads.append("teacher_logprobs")  # to tell how far the policy is from it
+    if config.critic is not None:
+        stages.append(_critic(config))
+        reads += ["values", "returns"]
     stages.append(_advantage(config))
     stages += _with_own([_own(stage, _ready(config, groups=True)) for stage in config.stages], stages, config, reads)
     if config.output.samples_every:
         columns = ("prompt_text", "response_text", "answer_text", "finish", "versions", *REWARD_COLUMNS, "advantage")
-        added, take = ((), Take(groups=config.prompts_per_step)) if config.phased else (TRAINED_COLUMNS, _ready(config))
+        added, take = tuple(TRAINED_COLUMNS), _ready(config)
+        if config.phased:
+            # As the trainer does, after all that may drop a row: a step's file has the rows of the step.
+            added = tuple(name for name in stages[-1].reads if name not in (*reads, "requeued"))
+            take = Take(groups=config.prompts_per_step)
         stages.append(
             StageSpec("samples", (*columns, *added), build="asyncflow.stages.samples:Samples", take=take, drops=False)
         )

@@ -48,6 +48,7 @@ from asyncflow.stage import Context, Done, Drop, Rows
 from asyncflow.stages.gradient import divided, whitened
 from asyncflow.stages.step import Arrived, Share, Trained, describe
 from asyncflow.stages.trainer import Trainer, done
+from asyncflow.stages.valuer import Valuer
 from asyncflow.staleness import check, gate, waited
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
@@ -67,6 +68,7 @@ class Train:
 
     def setup(self, context: Context) -> None:
         self._context, self.trainer = context, Trainer.of(context)
+        self._valuer = Valuer.of(context) if context.config.critic is not None else None
         self._step, self._compared = done(context, "step"), False
         self._share = Share()
         self._writing = ThreadPoolExecutor(1, "asyncflow-save")
@@ -139,14 +141,17 @@ class Train:
         return [Drop(np.flatnonzero(rows), reason) for rows, reason in parts if rows.any()]
 
     def _add(self, rows: Batch | None, loss: PolicyLoss) -> bool:
-        """Bring what was held back into the gradient; False if the run was stopped half-way."""
-        return rows is None or self.trainer.add(rows, self._reads, loss, self._context)
+        """Bring what was held back into the gradient, and into the critic's; False if the run was stopped half-way."""
+        if rows is None:
+            return True
+        if self._valuer is not None and not self._valuer.add(rows, self._context):
+            return False
+        return self.trainer.add(rows, self._reads, loss, self._context)
 
     def _finish(self) -> Iterator[Rows | Done]:
         """Make the step, publish it and say so."""
         config, trainer, share = self._context.config, self.trainer, self._share
-        if config.mode == "colocated":
-            trainer.engine.wake()
+        self._turn(begins=True)
         rows, loss = share.release(), self._loss
         if rows is not None and self._whole:
             rows = whitened(rows, trainer) if config.train.whiten else rows
@@ -156,8 +161,7 @@ class Train:
         said = trainer.exchange(share.said(trainer.report))
         made = self._optimize(said)
         self._share = Share()
-        if config.mode == "colocated":
-            trainer.engine.sleep()
+        self._turn(begins=False)
         trainer.publish()
         version = trainer.engine.version
         if not config.phased:
@@ -171,14 +175,27 @@ class Train:
             metrics = {**made, **describe(said, stale=config.mode == "async")}
             self._context.emit(Stepped("train", version, metrics, groups, sum(len(each.rewards) for each in said)))
 
-    def _optimize(self, said: list[Trained]) -> dict[str, float]:
-        config, train = self._context.config, self._context.config.train
-        lr = learning_rate(
+    def _turn(self, *, begins: bool) -> None:
+        """Bring the engines to the device, or away from it, where it is shared with others."""
+        if self._context.config.mode != "colocated":
+            return
+        for engine in (self.trainer.engine, *([] if self._valuer is None else [self._valuer.engine])):
+            (engine.wake if begins else engine.sleep)()
+
+    def _lr(self) -> float:
+        train, critic = self._context.config.train, self._context.config.critic
+        if critic is not None and self._step < critic.warmup:
+            return 0.0
+        return learning_rate(
             self._step, peak=train.lr, schedule=train.schedule, steps=train.steps, warmup=train.lr_warmup
         )
+
+    def _optimize(self, said: list[Trained]) -> dict[str, float]:
+        config = self._context.config
         counted = sum((each.denominators for each in said), Denominators(0, 0))
         share = 1.0 if self._whole else counted.share(self._loss.aggregate)
-        made = self.trainer.step(lr, [each.report for each in said], share)
+        valued = {} if self._valuer is None else self._valuer.step(counted)
+        made = {**valued, **self.trainer.step(self._lr(), [each.report for each in said], share)}
         if not self._compared and made["logprob_gap_mean"] > LOGPROB_GAP[config.model.dtype]:
             raise WeightsError(
                 f"on the same weights (version {self.trainer.engine.version - 1}) the log-probabilities of trainer "
@@ -211,8 +228,9 @@ class Train:
             left = [(group, prompt, tries) for group, prompt, tries in command.outstanding if group not in trained]
             counts = {"step": self._step, "warmups": self.trainer.warmups}
             progress = {**command.progress, "outstanding": left, **counts}
-            engine = self.trainer.engine
-            write, version = checkpoint.snapshot(engine, names, progress, command.finished), engine.version
+            critic = None if self._valuer is None else self._valuer.made
+            write = checkpoint.snapshot(self.trainer.engine, names, progress, critic, command.finished)
+            version = self.trainer.engine.version
         self._trace("copy checkpoint", started, version)
         self._context.emit(Copied(command.folder))
         self._writing.submit(self._write, write, folder, version)
@@ -233,3 +251,5 @@ class Train:
     def close(self) -> None:
         self._writing.shutdown()
         self.trainer.close()
+        if self._valuer is not None:
+            self._valuer.close()

@@ -32,7 +32,7 @@ class EmulatedTrainer:
     ) -> None:
         if ranks.size > 1:
             raise ConfigError("train.data_parallel: the emulated engine is one process; give it lower costs instead")
-        self._costs, self._pad = TrainCosts.of(options), model.pad_token
+        self._costs, self._pad, self._head = TrainCosts.of(options), model.pad_token, model.head
         self._weights = torch.zeros(max(1, int(self._costs.weights) // 4))
         self._version = 0
         self._tokens = 0
@@ -52,15 +52,23 @@ class EmulatedTrainer:
         return [data]
 
     def micro_batches(
-        self, batch: Batch, token_budget: int, columns: Sequence[str], rows: RowIds | None = None
+        self,
+        batch: Batch,
+        token_budget: int,
+        columns: Sequence[str],
+        rows: RowIds | None = None,
+        *,
+        alone: bool = False,
     ) -> Iterator[MicroBatch]:
         """Cut rows into micro-batches, as the torch engine does."""
         return cut(batch, token_budget, columns, rows, pad=self._pad, device=torch.device("cpu"))[1]
 
     def forward_backward(self, micro_batch: MicroBatch, loss: Loss, *, entropy: bool = False) -> Report:
-        """Take the time of the tokens; reports a loss of 0 on equal log-probabilities."""
+        """Take the time of the tokens; reports a loss of 0 on equal log-probabilities, or on values of 0."""
         with _taking(self._costs.scale * self._costs.token * float(micro_batch.attention.sum())):
             tokens = float(micro_batch.mask.sum())
+        if self._head == "value":
+            return {"value_loss": 0.0, "value_clipped": 0.0, "tokens": tokens}
         return {"loss": 0.0, "tokens": tokens, "ratio": tokens, "gap": 0.0, "ratio_max": 1.0, "gap_max": 0.0}
 
     def optim_step(self, lr: float, scale: float = 1.0) -> StepReport:
@@ -74,6 +82,10 @@ class EmulatedTrainer:
         """Take a third of the time of training; -1 for each token."""
         with _taking(self._costs.scale * self._costs.token / 3 * float(micro_batch.attention.sum())):
             return torch.full_like(micro_batch.mask, -1.0)
+
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """Take a third of the time of training; 0 for each token."""
+        return torch.zeros_like(self.logprobs(micro_batch))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the only tensor, as a copy."""

@@ -26,6 +26,7 @@ from asyncflow.backends.train.cut import cut, padded
 from asyncflow.backends.train.group import Group
 from asyncflow.backends.train.layout import Layout, Padded
 from asyncflow.backends.train.packed import Packed
+from asyncflow.backends.train.value import value_model
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.storage.batch import Batch
 from asyncflow.types import RowIds, Version
@@ -56,7 +57,7 @@ class TorchEngine:
         self._spec, self._optim, self._temperature = model, optim, temperature
         self._device = torch.device(chosen["device"] or default_device())
         self._number = torch.float64 if model.dtype == "float64" else torch.float32
-        self._model: Any = new_model(model, self._number)
+        self._model: Any = (value_model if model.head == "value" else new_model)(model, self._number)
         self._layout = self._prepare(**chosen)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._adamw = _adamw(self._parameters, optim)
@@ -85,12 +86,19 @@ class TorchEngine:
         return self._group.exchange(data)
 
     def micro_batches(
-        self, batch: Batch, token_budget: int, columns: Sequence[str], rows: RowIds | None = None
+        self,
+        batch: Batch,
+        token_budget: int,
+        columns: Sequence[str],
+        rows: RowIds | None = None,
+        *,
+        alone: bool = False,
     ) -> Iterator[MicroBatch]:
-        """Cut rows into micro-batches (see `cut`) on the engine's device, as many on every rank."""
+        """Cut rows into micro-batches (see `cut`) on the engine's device, as many on every rank unless `alone`."""
         pad, packed = self._spec.pad_token, isinstance(self._layout, Packed)
         size, parts = cut(batch, token_budget, columns, rows, pad=pad, device=self._device, packed=packed)
-        empty = (self._nothing(batch, columns) for _ in range(self._group.largest(size) - size))
+        lacking = 0 if alone else self._group.largest(size) - size
+        empty = (self._nothing(batch, columns) for _ in range(lacking))
         return itertools.chain(parts, empty)
 
     def _nothing(self, batch: Batch, columns: Sequence[str]) -> MicroBatch:
@@ -132,6 +140,11 @@ class TorchEngine:
         with torch.no_grad(), self._autocast():
             logs, tokens = self._log_softmax(micro_batch)
             return self._layout.placed(_chosen(logs, tokens), micro_batch)
+
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """What the value head says before each response token, (B, R), without gradient."""
+        with torch.no_grad(), self._autocast():
+            return self._values(micro_batch)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the state dict, tied ones included, as a copy on the CPU in the model's dtype.
@@ -207,6 +220,9 @@ class TorchEngine:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.dtype == "bfloat16")
 
     def _score(self, micro_batch: MicroBatch, entropy: bool) -> Scored:
+        if self._spec.head == "value":
+            values = self._values(micro_batch)
+            return Scored(torch.zeros_like(values), None, values)
         logs, tokens = self._log_softmax(micro_batch)
         whole = logs if entropy else logs.detach()
         found = _chosen(logs, tokens), -(whole.exp() * whole).sum(-1)
@@ -219,6 +235,14 @@ class TorchEngine:
             return torch.zeros(*tokens.shape, 1, dtype=self._number, device=self._device, requires_grad=True), tokens
         logits = self._layout.logits(micro_batch).to(self._number)
         return torch.log_softmax(logits / self._temperature, dim=-1), tokens
+
+    def _values(self, micro_batch: MicroBatch) -> Tensor:
+        tokens = self._layout.tokens(micro_batch)
+        if not tokens.numel():
+            found = torch.zeros(tokens.shape, dtype=self._number, device=self._device, requires_grad=True)
+        else:
+            found = self._model.values(self._layout.logits(micro_batch))
+        return self._layout.placed(found, micro_batch)
 
 
 def _recompute(model: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from asyncflow.algorithms.aggregate import UNDIVIDED, denominators
-from asyncflow.algorithms.loss import policy_loss
+from asyncflow.algorithms.loss import ValueLoss, policy_loss
 from asyncflow.algorithms.options import reads, resolve
 from asyncflow.backends.base import ALONE, Ranks
 from asyncflow.backends.train.torch import TorchEngine
@@ -41,6 +41,24 @@ def train(own, shares, aggregate, budget=40):
     return {"counts": counts, "norms": norms, "weights": weights, "version": own.version}
 
 
+def train_both(own, place, shares, lone, budget=40):
+    """Make steps of the policy and of a critic beside it, which this rank alone has asked for values before."""
+    critic = TorchEngine(replace(EXACT, head="value"), optim=OPTIM, temperature=1.0, options={}, ranks=place)
+    valued = [critic.values(part) for part in critic.micro_batches(lone, budget, (), alone=True)]
+    losses = ValueLoss(UNDIVIDED, None), policy_loss(OPTIONS, UNDIVIDED, 8)
+    norms = []
+    for rows, whole in shares:
+        for each, loss, columns in zip((critic, own), losses, (("values", "returns"), COLUMNS), strict=True):
+            for part in each.micro_batches(rows, budget, columns):
+                each.forward_backward(part, loss)
+        share = denominators(whole["response_mask"].to_padded()[0]).share("token-mean")
+        norms.append((critic.optim_step(0.01, share).grad_norm, own.optim_step(0.01, share).grad_norm))
+    # From the state dict: every rank has weights, and only rank 0 exports them.
+    weights = {name: tensor.numpy() for name, tensor in critic._model.state_dict().items()}
+    critic.close()
+    return {"valued": len(valued), "norms": norms, "weights": weights}
+
+
 def swap(own, data):
     return own.exchange(data)
 
@@ -54,7 +72,8 @@ def wait(own, connection):
 def serve(task, ranks, args, connection, options):
     try:
         own = engine(ranks, **options)
-        connection.send(task(own, *args, *([connection] if task is wait else [])))
+        more = {wait: [connection], train_both: [ranks]}.get(task, [])
+        connection.send(task(own, *more, *args))
         own.close()
     except Exception:  # noqa: BLE001  the border of the process
         connection.send(traceback.format_exc())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.backends import ranks
+from tests.backends.test_value import valued
 from tests.backends.tiny import batch
 
 UNEVEN = [([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12]), (list(range(13)), []), ([12, 3], [5, 8, 1])]
@@ -31,6 +32,22 @@ def test_ranks_step_as_one_rank_does_on_all_rows(tmp_path, aggregate, packing):
     assert first["weights"].keys() == alone["weights"].keys()
     for name, expected in alone["weights"].items():
         np.testing.assert_allclose(first["weights"][name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_a_critic_beside_the_policy_steps_as_on_one_rank_and_stays_equal_on_all(tmp_path):
+    rows = valued(13)
+    wholes = [rows.take([*first, *second]) for first, second in UNEVEN]
+    alone = ranks.train_both(ranks.engine(), ranks.ALONE, [(whole, whole) for whole in wholes], rows)
+    shares = [[(rows.take(step[rank]), whole) for step, whole in zip(UNEVEN, wholes, strict=True)] for rank in range(2)]
+    tasks = [(shares[0], rows), (shares[1], rows.take([0]))]
+    with ranks.started(tmp_path, ranks.train_both, tasks) as running:
+        first, second = ranks.answers(running)
+    assert first["valued"] > second["valued"] == 1, "each rank finds values for rows of its own"
+    for found in (first, second):
+        np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-9)
+        for name, expected in alone["weights"].items():
+            np.testing.assert_allclose(found["weights"][name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
+    assert all((first["weights"][name] == second["weights"][name]).all() for name in first["weights"])
 
 
 def test_every_rank_hears_what_all_say(tmp_path):

@@ -45,7 +45,7 @@ def test_a_good_file_shows_its_graph(folder, capsys):
         ("train: {stepz: 5}", "p.yaml:6:9: train.stepz: unknown key - did you mean 'steps'?"),
         ("train: {steps: many}", "p.yaml:6:16: train.steps"),
         ("train: {rows_per_step: 250, group_size: 8}", "use 248 or 256"),
-        ("train: {algorithm: dr_grpo, std: biased}", "train.std: is not used by dr_grpo, only by grpo"),
+        ("train: {algorithm: dr_grpo, std: biased}", "train.std: is not used by advantage dr_grpo, only by grpo"),
         ("train: {num_generations: 4}", "`train.group_size`"),
         (
             "stages: [{fn: mine.py:twice, reads: [nothing], writes: {x: float64}}]",

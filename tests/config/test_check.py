@@ -78,6 +78,13 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             "executor.stall_timeout: 90 s is never reached: executor.wait_timeout ends the run after 60 s; use less",
         ),
         (["train.lr_warmup=200"], "train.lr_warmup: 200 is more than train.steps 100"),
+        (["critic={lr: 1e-4}"], "critic: is not used by advantage grpo, only by gae: leave it out, or use `algorithm:"),
+        (
+            ["train={algorithm: ppo, steps: 5}", "critic.warmup=5"],
+            "critic.warmup: 5 leaves none of train.steps 5 in which the policy learns: use fewer",
+        ),
+        (["train.algorithm=ppo", "critic.path=nowhere"], "critic.path: nowhere does not exist"),
+        (["train.algorithm=ppo", "critic.clip=0"], "critic.clip: expected more than 0"),
         (["train.kl=k1"], "train.kl: has no effect while kl_coef is 0"),
         (["train.algorithm=rloo", "train.std=biased"], "train.std: is not used by advantage rloo, only by grpo"),
         (

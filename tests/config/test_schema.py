@@ -29,6 +29,8 @@ def reload(tmp_path, pipeline):
         [],
         ["train.algorithm=dr_grpo", "train.lr=1e-4"],
         ["train={algorithm: sft, rows_per_step: 6, answers: ['{a}']}"],
+        ["train.algorithm=ppo"],
+        ["train={algorithm: ppo, group_size: 1}", "critic={clip: null, warmup: 3}"],
         ["train.algorithm=rloo", "train.kl_coef=0.1", "train.kl=k1", "reward.timeout=500ms"],
         [
             "warmup={steps: 3}",

@@ -101,6 +101,18 @@ def test_held_out_prompts_alone_fill_an_engine_and_ask_for_no_room(room, samples
     assert (phased["rollout"].take, phased["rollout"].lanes) == (Take(whole=True), 1)
 
 
+@pytest.mark.parametrize("mode", ["colocated", "separated", "streaming", "async"])
+def test_a_critic_stands_between_rollout_and_advantage_where_that_is_gae(mode):
+    found = stages(mode=mode, algorithm="ppo", data_parallel=2, prompts_per_step=5)
+    critic, trainer = found["critic"], found["train"]
+    assert "critic" not in stages(mode=mode)
+    assert set(critic.reads) <= {"prompt_tokens", "response_tokens", "response_mask"}, "it waits for no reward"
+    assert "values" in found["advantage"].reads
+    assert {"values", "returns"} <= set(trainer.reads)
+    assert (critic.host, critic.replicas, critic.ranks) == ("trainer", 2, 1)
+    assert critic.take.groups == (3 if mode in ("colocated", "separated") else None), "each rank has a share of a phase"
+
+
 @pytest.mark.parametrize(
     ("rollout", "train", "message"),
     [

@@ -126,7 +126,7 @@ def test_an_engine_whose_log_probabilities_are_not_those_of_the_trainer_ends_the
 def checkpointing(tmp_path, monkeypatch, write):
     """A trainer that is told to write a checkpoint, by this function; and what it says."""
     told: SimpleQueue[object] = SimpleQueue()
-    monkeypatch.setattr(train.checkpoint, "snapshot", lambda engine, names, progress: write)
+    monkeypatch.setattr(train.checkpoint, "snapshot", lambda *_: write)
     stage = train.Train()
     stage.setup(Context(pipeline(budget=8), "trainer-0", tmp_path, told.put))
     stage.command(Save(str(tmp_path / "checkpoint"), {}))
