@@ -11,7 +11,7 @@ Made by `python -m benchmarks.recipes` from [its result](../benchmarks/results/r
 [examples/quickstart.yaml](../examples/quickstart.yaml), by each [recipe](algorithms.md), with several seeds and the
 overrides that the result names. A figure is the median over the seeds, with the least and the greatest. The settings
 are those that the quickstart has for GRPO: none was tuned, so that this shows that a recipe works, and not which is
-better.
+better. `dapo` has half as many steps: once nearly everything is right, hardly a group has a signal.
 
 """
 STUDY = Study(
@@ -19,7 +19,8 @@ STUDY = Study(
     question="Does every recipe learn the quickstart's task?",
     title="The quickstart's task by each recipe",
     cases={
-        recipe: [f"train.algorithm={recipe}"]
+        # Where everything is learned no group has a signal, and DAPO's steps cannot be filled: it gets half of them.
+        recipe: [f"train.algorithm={recipe}", *(["train.steps=50"] if recipe == "dapo" else [])]
         for recipe in (
             "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "maxrl", "reinforce++", "reinforce++-baseline",
         )
