@@ -8,11 +8,11 @@ from benchmarks.curves import Study
 HEAD = """# What a correction is worth where data are stale
 
 Made by `python -m benchmarks.corrections` from [its result](../benchmarks/results/corrections.json): the quickstart's
-task, [examples/quickstart.yaml](../examples/quickstart.yaml), in mode `async` with `max_staleness: 8`, in which nearly
-every row is eight versions old when it is trained. A figure is the median over the seeds, with the least and the
-greatest. `no ratio` is a plain policy gradient on stale data, as if they were fresh; `clipped` is what `off_policy:
-none`
-does otherwise, PPO's clip on the ratio to the version that made a token.
+task, [examples/quickstart.yaml](../examples/quickstart.yaml), in mode `async` with `max_staleness: 8`, in which most
+rows are trained as old as they may be. A figure is the median over the seeds, with the least and the greatest. `fresh`
+is mode `colocated`. `no ratio` is a plain policy gradient on stale data, as if they were fresh; `clipped` is what
+`off_policy: none` does otherwise, PPO's clip on the ratio to the version that made a token. The others are those of
+[algorithms](algorithms.md).
 
 """
 STALE = ["mode=async", "max_staleness=8", "rollout.max_inflight=192"]
