@@ -5,6 +5,7 @@ nothing may ever be too old, by the one that the slowest engine uses: what begin
 at least as new.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncflow.board import Board
@@ -22,13 +23,14 @@ class Admission:
     board: Board
     draws: Draws
     control: StalenessController
+    waiting: Callable[[], int]
 
     @classmethod
-    def of(cls, config: Pipeline, board: Board, draws: Draws, steps: int) -> "Admission":
-        """Begin with the version that is published, for so many steps."""
+    def of(cls, config: Pipeline, board: Board, draws: Draws, steps: int, waiting: Callable[[], int]) -> "Admission":
+        """Begin with the version that is published, for so many steps; `waiting` counts rows that wait for training."""
         bound, first = config.staleness, board.published
         control = StalenessController(config.prompts_per_step, steps, bound, first, config.run_ahead)
-        return cls(config, board, draws, control)
+        return cls(config, board, draws, control, waiting)
 
     def take(self) -> list[Draw]:
         """Draw as many prompts as there is room for."""
@@ -58,7 +60,8 @@ class Admission:
     def _room(self) -> int:
         if self.config.deterministic and self._under_way():
             return 0  # what comes for lost groups comes at once, whichever was lost first
-        return self.control.room(self._finished())
+        finished = 0 if self.config.run_ahead is None else self.waiting() // self.config.train.group_size
+        return self.control.room(finished)
 
     def _under_way(self) -> bool:
         """Whether rows were admitted that are neither scored nor dropped."""
@@ -71,9 +74,3 @@ class Admission:
             pinned = self.board.pinned
             return trained if pinned is None else min(trained, pinned)
         return min(trained, *(self.board.applied.get(name, -1) for name in self.board.engines))
-
-    def _finished(self) -> int:
-        """Groups that are scored and not trained: fewer for a while where rows were lost after they were scored."""
-        board = self.board
-        unused = board.served["advantage"] - board.trained - board.discarded
-        return max(0, unused // self.config.train.group_size)

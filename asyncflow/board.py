@@ -85,8 +85,6 @@ class Board:
     """Steps on the train table that are through: the trainer's time on them is known, too."""
     trained: int = 0
     """Rows of the train table that were trained."""
-    discarded: int = 0
-    """Rows of the train table that the trainer let go."""
     ended: Ended = field(default_factory=Ended)
     """Groups of the train table that have ended since they were last asked for."""
     held_out: dict[int, Scored] = field(default_factory=dict)
@@ -285,8 +283,6 @@ class Board:
         if event.table != "train":
             return
         self.served[event.stage] -= len(event.groups)
-        if event.stage == "train":
-            self.discarded += len(event.groups)
         if event.reason == REQUEUED:
             self.requeued += len(event.groups)
         lengths = dict(zip(event.rows, event.lengths, strict=False))

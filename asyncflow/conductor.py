@@ -101,6 +101,8 @@ class Conductor:
     ledger: Counts | None = field(default=None, init=False)
     _tables: dict[str, Table] = field(default_factory=dict, init=False)
     _draws: Draws = field(init=False)
+    _lost_before: int = field(default=0, init=False)
+    """Groups that were lost before the last step was trained."""
     _returned: Returned | None = field(default=None, init=False)
     """Responses that the checkpoint had."""
     steps_before: int = field(default=0, init=False)
@@ -377,7 +379,7 @@ class Conductor:
             self._save(self.folder / reference.FOLDER)
         self._training_since = time.monotonic()
         steps, done = config.train.steps - self.steps_before, 0
-        admission = Admission.of(config, board, self._draws, steps)
+        admission = Admission.of(config, board, self._draws, steps, self._waiting)
         self._begin_returned(admission)
         self._between_steps(first, done)
         while done < steps:
@@ -390,7 +392,7 @@ class Conductor:
             admission.hear(done)
             self._guard(done)
             while done < board.logged:
-                done += 1
+                done, self._lost_before = done + 1, board.lost
                 if config.staleness == 0:
                     self._evaluations.free()
                     self._wait_applied(first + done)
@@ -403,6 +405,11 @@ class Conductor:
     def _has_news(self, admission: Admission, done: int, moves: int) -> bool:
         """Whether there is anything to do; an evaluation that has moved gives whoever waits for it new patience."""
         return admission.has_news(done) or self._evaluations.moves > moves
+
+    def _waiting(self) -> int:
+        """Rows that are finished and not trained; the queue knows, whatever was dropped meanwhile."""
+        rows = self._tables["train"].status().tasks["train"]
+        return rows.waiting + rows.leased
 
     def _begin_returned(self, admission: Admission) -> None:
         """Admit what the checkpoint had of finished responses."""
@@ -451,9 +458,9 @@ class Conductor:
 
     def _guard(self, done: int) -> None:
         step = done + 1
-        lost = self.board.lost
+        lost = self.board.lost - self._lost_before
         tries = self.config.train.dynamic_sampling or LOST_STEPS
-        if lost >= tries * self.config.prompts_per_step * (step + self.config.staleness):
+        if lost >= tries * self.config.prompts_per_step * (1 + self.config.staleness):
             dropped = self._tables["train"].ledger().dropped
             raise DataError(
                 f"step {step + self.steps_before} cannot be filled: {lost} prompts have lost all of their responses "

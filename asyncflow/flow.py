@@ -8,6 +8,7 @@ Everything that can be refused is refused when the flow is made, before a proces
 
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -28,7 +29,7 @@ from asyncflow.lock import Lock
 from asyncflow.observe.metrics import Metrics, Record
 from asyncflow.observe.summary import Summary, summarise
 from asyncflow.observe.trace import TRACE, Trace
-from asyncflow.stages import Plan, plan
+from asyncflow.stages import Plan, plan, reference
 
 Dataset = Sequence[Mapping[str, Any]]
 
@@ -170,9 +171,16 @@ class Flow:
             self._claim()
         with closing(Lock(self.folder)):
             if self._claimed:
-                before = -1 if self._resume is None else int(checkpoint.progress(self._resume)["version"])
-                self.metrics.restore(before)
+                self._stand_where_it_was()
             return self._lead()
+
+    def _stand_where_it_was(self) -> None:
+        """Leave of the folder what the run goes on from: nothing, where it begins again."""
+        if self._resume is None:
+            shutil.rmtree(self.folder / reference.FOLDER, ignore_errors=True)
+            self.metrics.restore(-1)
+        else:
+            self.metrics.restore(int(checkpoint.progress(self._resume)["version"]))
 
     def _lead(self) -> Summary:
         with Trace(self.folder / TRACE if self.config.output.trace else None) as trace:

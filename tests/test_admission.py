@@ -1,5 +1,7 @@
 """How many prompts begin, by what a board tells; no process, no queue."""
 
+from dataclasses import replace
+
 import pytest
 
 from asyncflow.admission import Admission
@@ -13,7 +15,7 @@ from asyncflow.execute.messages import Applied, Dropped, Published, Stepped, Wor
 GROUP, PROMPTS = 4, 2
 
 
-def admission(steps: int = 10, **options: object) -> tuple[Admission, Board]:
+def admission(steps: int = 10, waiting: int = 0, **options: object) -> tuple[Admission, Board]:
     config = Pipeline(
         model=Model(path="."),
         data=Data(source="python"),
@@ -25,7 +27,7 @@ def admission(steps: int = 10, **options: object) -> tuple[Admission, Board]:
     board.take("trainer-0", Published(0, b""))
     for engine in board.engines:
         board.take(engine, Applied(0))
-    return Admission.of(config, board, Draws(Order(1000, seed=0)), steps), board
+    return Admission.of(config, board, Draws(Order(1000, seed=0)), steps, lambda: waiting), board
 
 
 def admitted(own: Admission, board: Board) -> list[int]:
@@ -91,14 +93,15 @@ def test_while_an_evaluation_keeps_the_engines_no_more_begins_than_their_version
 
 
 def test_nothing_begins_while_enough_is_finished_and_not_trained():
-    own, board = admission(max_staleness=2, run_ahead=1)
+    own, board = admission(max_staleness=2, run_ahead=1, waiting=PROMPTS * GROUP - 1)
     assert len(admitted(own, board)) == 3 * PROMPTS
-    board.take("advantage-0", Worked("train", "advantage", "advantage-0", 2 * PROMPTS * GROUP, 0.0, 0.0, 0.0))
     trained(board, 1, (0, 1))
     own.hear(1)
+    own = replace(own, waiting=lambda: PROMPTS * GROUP)
     assert admitted(own, board) == [], "a step's worth is finished, and waits"
     trained(board, 2, (2, 3))
     own.hear(2)
+    own = replace(own, waiting=lambda: 0)
     assert len(admitted(own, board)) == 2 * PROMPTS
 
 

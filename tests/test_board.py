@@ -118,7 +118,7 @@ def test_how_groups_end_is_told_once():
     own.take("a", Dropped("train", "reward", "timeout", (7, 7), (70, 71)))
     own.take("b", Dropped("train", "train", REQUEUED, (8, 8), (80, 81)))
     own.take("b", Stepped("train", 1, {}, groups=(3, 4), rows=4))
-    assert (own.lost, own.discarded, own.trained) == (1, 2, 4)
+    assert (own.lost, own.trained) == (1, 4)
     assert own.take_ended() == Ended([7], [8], [3, 4])
     assert own.take_ended() == Ended()
 

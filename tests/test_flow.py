@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.config.load import load
 from asyncflow.config.schema import dump
-from asyncflow.errors import CheckpointError, ConfigError
+from asyncflow.errors import AsyncflowError, CheckpointError, ConfigError
 from asyncflow.flow import Flow, is_complete, last_run, newest_checkpoint
 
 
@@ -80,6 +80,17 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     begun(tmp_path)
     assert newest_checkpoint(tmp_path) is None
     assert Flow.resume(tmp_path).folder == tmp_path
+
+
+def test_a_run_that_begins_again_keeps_nothing_of_its_first_attempt(tmp_path):
+    begun(tmp_path)
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "warmup", "version": 3}\n')
+    flow = Flow.resume(tmp_path, dataset=[])
+    with pytest.raises(AsyncflowError):  # there is no prompt to begin with
+        flow.start().wait(60)
+    assert not (tmp_path / "reference").exists()
+    assert flow.records == []
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"format": 99}', "[]", '{"format": 1}', '{"format": 1, "version": "x"}'])

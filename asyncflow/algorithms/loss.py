@@ -84,7 +84,7 @@ class PolicyLoss:
         tokens = terms.token_loss if weights is None else terms.token_loss * weights.weight
         parts = {"policy_loss": self._reduce("policy", tokens, mask, columns)}
         sums = _ratios(terms, logprobs, behaviour, mask)
-        # What is rejected leaves every part, and stays in what these are divided by.
+        # What `reject` rejects leaves every part, and stays in what these are divided by.
         kept = mask
         if weights is not None:
             sums |= _corrected(weights, mask, clamps=self.off_policy != "reject")
@@ -124,7 +124,15 @@ class PolicyLoss:
         function = self.own or POLICIES[self.loss]
         if self.dual_clip is not None:
             function = partial(function, dual_clip=self.dual_clip)
-        return function(logprobs, old, advantages, mask, self.clip_low, self.clip_high)
+        terms = function(logprobs, old, advantages, mask, self.clip_low, self.clip_high)
+        if self.own is not None and (
+            not isinstance(terms, PolicyTerms) or any(each.shape != mask.shape for each in terms)
+        ):
+            raise ValueError(
+                f"train.loss {self.loss} must return PolicyTerms of shape {tuple(mask.shape)}, as the functions of "
+                f"asyncflow.algorithms.policy do; found {type(terms).__name__}"
+            )
+        return terms
 
     def _weights(self, old: Tensor, behaviour: Tensor, mask: Tensor) -> Weights | None:
         low, high = self.off_policy_low, self.off_policy_high
@@ -202,7 +210,7 @@ def _ratios(terms: PolicyTerms, logprobs: Tensor, behaviour: Tensor, mask: Tenso
     ratio = masked(terms.ratio, mask)
     return {
         "tokens": (mask != 0).sum(),
-        "clipped": terms.clipped.sum(),
+        "clipped": (terms.clipped & (mask != 0)).sum(),
         "ratio": _sum(ratio),
         "ratio_max": _largest(ratio),
         "gap": _sum(gap),

@@ -77,12 +77,12 @@ class _Needs:
     other: str
     values: tuple[Value, ...] = ()
     not_zero: bool = False
-    own: bool = False
-    """A function of the user's, named by its import path, will do as well."""
+    own: str = ""
+    """An option: where it names a function of the user's, that may have a use for this one."""
 
     def met(self, options: Mapping[str, Value]) -> bool:
         value = options[self.other]
-        return bool(value) if self.not_zero else value in self.values or (self.own and is_path(value))
+        return bool(value) if self.not_zero else value in self.values or (bool(self.own) and is_path(options[self.own]))
 
     def why(self, options: Mapping[str, Value]) -> str:
         if self.not_zero:
@@ -90,7 +90,10 @@ class _Needs:
         return f"is not used by {self.other} {options[self.other]}, only by {', '.join(map(str, self.values))}"
 
 
-_CLIP = (_Needs("loss", LOSSES[:-1], own=True), _Needs("off_policy", ("none", "a3po")))
+_OLD = _Needs("off_policy", ("none", "a3po"), own="loss")
+"""With the other corrections the ratio is 1: there is nothing to clip."""
+_CLIP = (_Needs("loss", LOSSES[:-1], own="loss"), _OLD)
+_REWARDED = _Needs("advantage", ADVANTAGES[:-1], own="advantage")
 _KL = _Needs("kl_coef", not_zero=True)
 _NEEDS: Mapping[str, tuple[_Needs, ...]] = {
     "std": (_Needs("advantage", ("grpo",)),),
@@ -98,10 +101,12 @@ _NEEDS: Mapping[str, tuple[_Needs, ...]] = {
     "gae_lambda": (_Needs("advantage", ("gae",)),),
     "clip_low": _CLIP,
     "clip_high": _CLIP,
-    "dual_clip": (_Needs("loss", ("ppo",)),),
+    "dual_clip": (_Needs("loss", ("ppo",)), _OLD),
     "kl": (_KL,),
     "kl_in": (_KL,),
     "kl_unbiased": (_KL, _Needs("kl_in", ("loss",))),
+    "dynamic_sampling": (_Needs("advantage", tuple(sorted(BY_GROUP)), own="advantage"),),
+    "overlong": (_REWARDED,),
     "aggregate_length": (_Needs("aggregate", ("seq-mean-token-sum-norm",)),),
     "off_policy_level": (_Needs("off_policy", ("tis",)),),
     "off_policy_low": (_Needs("off_policy", ("tis", "icepop", "reject")),),
@@ -112,9 +117,18 @@ _NEEDS: Mapping[str, tuple[_Needs, ...]] = {
 
 
 def resolve(algorithm: str, given: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the value of every option: what was given, else the recipe's, else the common one."""
-    own = {**BASE, **RECIPES[algorithm]}
-    return {name: given.get(name, default) for name, default in own.items()}
+    """Return the value of every option: what was given, else the recipe's, else the common one.
+
+    What a recipe has of its own gives way where, beside what was given, it would have no effect.
+    """
+    chosen = {name: value for name, value in given.items() if name in BASE}
+    options = {**BASE, **RECIPES[algorithm], **chosen}
+    idle = [name for name in RECIPES[algorithm].keys() - chosen.keys() if not _has_effect(name, options)]
+    return {**options, **{name: BASE[name] for name in idle}}
+
+
+def _has_effect(name: str, options: Mapping[str, Value]) -> bool:
+    return all(need.met(options) for need in _NEEDS.get(name, ()))
 
 
 def unused(algorithm: str, given: Mapping[str, Value]) -> list[str]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from asyncflow.algorithms.options import ADVANTAGES, BY_GROUP, LOSSES, is_path, unused
+from asyncflow.algorithms.options import ADVANTAGES, BY_GROUP, LOSSES, is_path, kl_in_reward, unused
 from asyncflow.config import importing, vocabulary
 from asyncflow.config.document import Route
 from asyncflow.config.model import Pipeline
 from asyncflow.config.names import hint, nearest
 from asyncflow.config.sources import FILE_SCHEMES, GENERATED_SCHEMES, SCHEMES, scheme
+from asyncflow.config.training import Train
 from asyncflow.data.template import Template
 from asyncflow.errors import ConfigError
 
@@ -251,17 +252,44 @@ def _algorithm(pipeline: Pipeline) -> Iterator[Problem]:
         yield Problem(("train", name), why, (("train", "algorithm"), ("train", "aggregate")), at="key")
     yield from _named(("train", "advantage"), train.advantage, ADVANTAGES)
     yield from _named(("train", "loss"), train.loss, LOSSES)
-    for part in train.filters:
-        coefficient = f"{part}_coef"
+    yield from _filters(train)
+    yield from _bounds(train)
+    if train.dynamic_sampling and train.group_size == 1:
+        why = "replaces every group of one response, since its rewards are all equal: leave it out"
+        yield Problem(("train", "dynamic_sampling"), why, (("train", "group_size"),), at="key")
+    if train.advantage == "none" and not train.supervised:
+        if kl_in_reward(train.algorithm_options):
+            why = "reward has no effect with advantage none, which reads no reward: use `kl_in: loss`"
+            yield Problem(("train", "kl_in"), why, (("train", "advantage"), ("train", "kl_coef")))
+        elif not (train.distill_coef or train.kl_coef or train.entropy_coef):
+            why = "none trains nothing by itself: give distill_coef, kl_coef or entropy_coef, or another advantage"
+            yield Problem(("train", "advantage"), why, (("train", "distill_coef"),))
+
+
+def _filters(train: Train) -> Iterator[Problem]:
+    for part, names in train.filters.items():
+        coefficient, why = f"{part}_coef", ""
         if part != "policy" and not getattr(train, coefficient):
             why = f"has no effect while {coefficient} is 0"
-            yield Problem(("train", "filters", part), why, (("train", coefficient),), at="key")
-    if train.off_policy_low >= train.off_policy_high:
-        why = f"{train.off_policy_low:g} is not below off_policy_high {train.off_policy_high:g}"
-        yield Problem(("train", "off_policy_low"), why, (("train", "off_policy_high"),))
-    if train.dynamic_sampling and train.advantage not in BY_GROUP and not is_path(train.advantage):
-        why = f"has no effect with advantage {train.advantage}, which compares no responses of a group: leave it out"
-        yield Problem(("train", "dynamic_sampling"), why, (("train", "advantage"),), at="key")
+        elif part == "kl" and train.kl_in == "reward":
+            why = "has no effect with kl_in reward, which is no part of the loss"
+        elif not names:
+            why = "has no effect while it names no filter: leave it out"
+        if why:
+            yield Problem(("train", "filters", part), why, (("train", "kl_coef"), ("train", "kl_in")), at="key")
+
+
+def _bounds(train: Train) -> Iterator[Problem]:
+    """Check what a correction holds its ratio, or its metric, within."""
+    route, low, high = ("train", "off_policy_low"), train.off_policy_low, train.off_policy_high
+    signed = train.off_policy == "reject" and train.off_policy_metric == "k1"
+    if signed and "off_policy_low" not in train.model_fields_set:
+        why = f"k1 has either sign: give off_policy_low, for example {-high:g}"
+        yield Problem(("train", "off_policy_metric"), why, (route,))
+    elif low < 0 and not signed:
+        yield Problem(route, f"{low:g}: only the metric k1 falls below 0", (("train", "off_policy_metric"),))
+    elif low >= high:
+        yield Problem(route, f"{low:g} is not below off_policy_high {high:g}", (("train", "off_policy_high"),))
 
 
 def _supervised(pipeline: Pipeline) -> Iterator[Problem]:

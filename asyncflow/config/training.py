@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from asyncflow.algorithms.options import BASE, RECIPES, SUPERVISED
+from asyncflow.algorithms.options import BASE, SUPERVISED, resolve
 from asyncflow.config.fields import (
     Aggregate,
     Count,
@@ -141,15 +141,15 @@ class Train(Section):
     """Which rows a part of the loss leaves out, for example `{policy: [finished]}`: it has those alone that are
     `finished`, have a `signal` (an advantage that is not 0), or a `positive` or `negative` advantage."""
     dynamic_sampling: Count = 0
-    """Replace groups whose rewards are all equal; give up when this many times the groups of a step were. 0: off."""
+    """Replace groups whose rewards are all equal; a step that loses this many times its groups is given up. 0: off."""
     overlong: Share = 0.0
     """Share of `rollout.max_response_tokens` over which a response that nears it loses up to 1 of its reward."""
     off_policy: Literal["none", "decoupled", "tis", "icepop", "reject", "a3po"] = "none"
     """Correction for what an older version, or another engine, made."""
     off_policy_level: Literal["token", "sequence"] = "token"
     """Whether TIS weighs each token by its own ratio, or by that of its whole response."""
-    off_policy_low: NonNegative = 0.0
-    """Lower bound of the ratio, or of the metric."""
+    off_policy_low: Float = 0.0
+    """Lower bound of the ratio, or of the metric; of k1, which has either sign, to be given."""
     off_policy_high: Positive = 2.0
     """Upper bound of the ratio, or of the metric."""
     off_policy_metric: Literal["ratio", "k1", "k2", "k3"] = "ratio"
@@ -164,8 +164,8 @@ class Train(Section):
     @model_validator(mode="after")
     def _recipe(self) -> Self:
         """Fill in what the recipe has of its own; it does not count as given."""
-        own = RECIPES[self.algorithm].items()
-        self.__dict__.update({name: value for name, value in own if name not in self.model_fields_set})
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        self.__dict__.update(resolve(self.algorithm, given))
         if self.supervised:
             self.__dict__["group_size"] = 1
         return self

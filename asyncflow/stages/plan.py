@@ -9,7 +9,7 @@ engines a group at a time, many at once, and the trainer group by group until a 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from asyncflow.algorithms.options import by_token, filter_names, kl_in_reward, scores
+from asyncflow.algorithms.options import by_token, filter_names, scores
 from asyncflow.backends import names
 from asyncflow.backends.costs import InferCosts, TrainCosts
 from asyncflow.config.importing import resolve
@@ -195,8 +195,7 @@ def _train(config: Pipeline) -> list[StageSpec]:
     stages = [_source("train", PROMPT_COLUMNS), _rollout(config, "train"), _reward(config, "train")]
     if config.train.kl_coef > 0:
         stages.append(_frozen("reference", "ref_logprobs", config))
-        if not kl_in_reward(options):
-            reads.append("ref_logprobs")
+        reads.append("ref_logprobs")  # for the loss, or to tell how far the policy is from it
     if config.train.distill_coef > 0:
         stages.append(_frozen("teacher", "teacher_logprobs", config))
         reads.append("teacher_logprobs")  # to tell how far the policy is from it

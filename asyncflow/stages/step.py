@@ -20,6 +20,9 @@ from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
 from asyncflow.types import Float64s, Int64s
 
+_FROZEN = {"teacher": "teacher_logprobs", "reference": "ref_logprobs"}
+"""Models that are not trained, and the column of what each says of the response tokens."""
+
 
 class Arrived(msgspec.Struct):
     """What a rank says of its share of a batch."""
@@ -55,9 +58,8 @@ class Trained(msgspec.Struct):
     """Response tokens of each row that was too old."""
     stale_tokens: int = 0
     """How many tokens left the loss."""
-    teacher_gap: float | None = None
-    """Log-probability of the policy over that of the teacher, summed over the trained tokens; None without a teacher.
-    """
+    gaps: dict[str, float] = {}
+    """Of each model that is not trained, log-probability of the policy over its own, summed over the trained tokens."""
     report: Report = {}
 
     @property
@@ -77,6 +79,8 @@ class Share:
     """Row ids, in the order of `ages`."""
     masks: list[Column] = field(default_factory=list)
     """Which response tokens of these rows are in the loss."""
+    tokens: int = 0
+    """Prompt and response tokens of the rows that are held back."""
     _held: list[Batch] = field(default_factory=list)
     _said: Trained = field(default_factory=Trained)
 
@@ -84,6 +88,7 @@ class Share:
         """Hold rows that are to be trained, which are that old, and have waited for so many versions of it."""
         said, counted = self._said, denominators(batch["response_mask"].values, batch["response_mask"].offsets)
         self._held.append(batch)
+        self.tokens += sum(int(batch[name].lengths.sum()) for name in ("prompt_tokens", "response_tokens"))
         self.rows.append(batch["row"].array)
         self.ages.append(ages)
         self.masks.append(batch["response_mask"].copy())  # not a view, which would keep all of the batch
@@ -96,25 +101,20 @@ class Share:
         said.ages += ages.tolist()
         said.waited += waited.tolist()
         said.tokens, said.sequences = said.tokens + counted.tokens, said.sequences + counted.sequences
-        if "teacher_logprobs" in batch.names:
-            said.teacher_gap = (said.teacher_gap or 0.0) + _gap(batch)
+        for model, column in _FROZEN.items():
+            if column in batch.names:
+                said.gaps[model] = said.gaps.get(model, 0.0) + _gap(batch, column)
 
     def note_stale(self, lengths: Int64s, tokens: int) -> None:
         """Remember what was too old: the lengths of those responses, and how many tokens left the loss."""
         self._said.stale_lengths += lengths.tolist()
         self._said.stale_tokens += tokens
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the rows that are held back."""
-        return sum(
-            int(each[name].lengths.sum()) for each in self._held for name in ("prompt_tokens", "response_tokens")
-        )
-
     def release(self) -> Batch | None:
         """Return the rows that are held back, and hold them no more; None if there was not even an empty share."""
         whole = Batch.concat(self._held) if self._held else None
         self._held.clear()
+        self.tokens = 0
         return whole
 
     def said(self, report: Report) -> Trained:
@@ -146,9 +146,10 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, Metric]:
     }
     outcomes = Counter(chain.from_iterable(each.outcomes for each in said))
     found |= {f"reward_{outcome}": float(outcomes[outcome]) for outcome in UNUSUAL}
-    gaps = [each.teacher_gap for each in said if each.teacher_gap is not None]
-    if gaps:
-        found["teacher_kl"] = sum(gaps) / max(1, sum(each.tokens for each in said))
+    tokens = max(1, sum(each.tokens for each in said))
+    for model in _FROZEN:
+        if any(model in each.gaps for each in said):
+            found[f"{model}_kl"] = sum(each.gaps.get(model, 0.0) for each in said) / tokens
     if stale:
         lengths = _all(each.stale_lengths for each in said)
         found["stale_rows"] = float(len(lengths))
@@ -158,11 +159,11 @@ def describe(said: Sequence[Trained], *, stale: bool) -> dict[str, Metric]:
     return found
 
 
-def _gap(batch: Batch) -> float:
-    """Sum log policy - log teacher over the trained tokens; what other tokens have counts for nothing, NaN included."""
+def _gap(batch: Batch, column: str) -> float:
+    """Sum log policy - log model over the trained tokens; what other tokens have counts for nothing, NaN included."""
     trained = batch["response_mask"].values == 1
-    policy, teacher = (batch[name].values[trained] for name in ("rollout_logprobs", "teacher_logprobs"))
-    return float(np.sum(policy - teacher, dtype=np.float64))
+    policy, model = (batch[name].values[trained] for name in ("rollout_logprobs", column))
+    return float(np.sum(policy - model, dtype=np.float64))
 
 
 def _signals(advantages: Column) -> list[bool]:

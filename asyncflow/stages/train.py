@@ -2,7 +2,7 @@
 
 Rows go into the gradient as they come, as soon as they fill a micro-batch; when the step is full its gradient is
 divided by the denominators of all of its rows, so that neither the token budget, nor the order of the rows, nor the
-number of ranks changes it. Where the loss must know all rows first (`gradient`), they wait for each other. Every
+number of ranks changes it. Where the loss must know all rows first (`whole`), they wait for each other. Every
 row's staleness is judged here, where it is consumed, by the version that the step begins with. New weights are
 published as soon as they exist.
 
@@ -45,10 +45,10 @@ from asyncflow.execute.messages import (
     Traced,
 )
 from asyncflow.stage import Context, Done, Drop, Rows
-from asyncflow.stages.gradient import divided, whitened
 from asyncflow.stages.step import Arrived, Share, Trained, describe
 from asyncflow.stages.trainer import Trainer, done
 from asyncflow.stages.valuer import Valuer
+from asyncflow.stages.whole import whitened, with_denominators
 from asyncflow.staleness import check, gate, waited
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
@@ -155,7 +155,7 @@ class Train:
         rows, loss = share.release(), self._loss
         if rows is not None and self._whole:
             rows = whitened(rows, trainer) if config.train.whiten else rows
-            loss = divided(rows, loss, trainer)
+            loss = with_denominators(rows, loss, trainer)
         if not self._add(rows, loss):
             return
         said = trainer.exchange(share.said(trainer.report))

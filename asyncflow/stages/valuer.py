@@ -22,9 +22,9 @@ from asyncflow.config.training import Critic
 from asyncflow.data.tokenizer import tokenizer
 from asyncflow.stage import Context
 from asyncflow.stages import reference
-from asyncflow.stages.gradient import Spread
 from asyncflow.stages.model import model_spec, train_options
 from asyncflow.stages.trainer import Trainer
+from asyncflow.stages.whole import Measured
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
 from asyncflow.types import Float32s
@@ -37,9 +37,9 @@ class Valued(msgspec.Struct):
     """What a rank has added to the critic's step."""
 
     report: Report
-    returns: Spread
+    returns: Measured
     """Moments of the returns of its trained tokens."""
-    errors: Spread
+    errors: Measured
     """And of what their values lacked."""
 
 
@@ -115,14 +115,16 @@ class Valuer:
 
     def step(self, step: Denominators) -> dict[str, float]:
         """Divide what was added on all ranks, make the critic's optimizer step, and return its metrics."""
-        mine = Valued(combine(self._reports), Spread.of(self._returns), Spread.of(self._errors))
+        mine = Valued(combine(self._reports), Measured.of(self._returns), Measured.of(self._errors))
         said = self.trainer.exchange(mine)
         self._reports.clear()
         self._returns = self._errors = Moments()
         share = step.share("token-mean")
         made = self.engine.optim_step(self._settings.lr, share)
         found = metrics(divided(combine([each.report for each in said]), share))
-        explained = _explained(Spread.sum([each.returns for each in said]), Spread.sum([each.errors for each in said]))
+        explained = _explained(
+            Measured.sum([each.returns for each in said]), Measured.sum([each.errors for each in said])
+        )
         return {**found, "explained_variance": explained, "critic_grad_norm": made.grad_norm}
 
     def close(self) -> None:

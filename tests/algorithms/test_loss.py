@@ -176,6 +176,18 @@ def test_a_loss_of_the_users_own_is_called_as_the_others_are():
     assert torch.allclose(twice, 2 * run(policy_loss({**options, "loss": "pg"}, step, R))[1])
 
 
+def test_a_loss_of_the_users_own_is_held_to_what_it_must_return():
+    options, step = {**OPTIONS, "loss": "mine.py:own"}, denominators(mask)
+    with pytest.raises(ValueError, match=r"train.loss mine.py:own must return PolicyTerms of shape \(6, 5\)"):
+        run(policy_loss(options, step, R, lambda logprobs, *rest: logprobs))
+
+    def every(*given):
+        return pg(*given)._replace(clipped=torch.ones(B, R, dtype=torch.bool))
+
+    report = run(policy_loss(options, step, R, every))[2]
+    assert report["clipped"] == report["tokens"]
+
+
 def test_an_entropy_bonus_needs_an_entropy():
     batch = MicroBatch(torch.zeros(B, R), torch.zeros(B, R), mask, columns, np.arange(B))
     with pytest.raises(ValueError, match="no entropy"):

@@ -58,6 +58,9 @@ def test_every_option_of_a_recipe_can_be_overridden(name):
         ("dr_grpo", {"aggregate": "token-mean", "aggregate_length": 4}, ["only by seq-mean-token-sum-norm"]),
         ("opd", {"clip_low": 0.1, "dual_clip": 2.0}, ["not used by loss pg", "dual_clip is not used by loss pg"]),
         ("grpo", {"off_policy": "tis", "clip_high": 0.3}, ["clip_high is not used by off_policy tis"]),
+        ("grpo", {"off_policy": "tis", "dual_clip": 3.0}, ["dual_clip is not used by off_policy tis"]),
+        ("grpo", {"advantage": "none", "overlong": 0.2}, ["overlong is not used by advantage none"]),
+        ("grpo", {"advantage": "gae", "dynamic_sampling": 2}, ["dynamic_sampling is not used by advantage gae"]),
         ("grpo", {"off_policy_high": 4.0}, ["only by decoupled, tis, icepop, reject, a3po"]),
         ("grpo", {"off_policy": "decoupled", "off_policy_low": 0.1}, ["only by tis, icepop, reject"]),
         (
@@ -83,6 +86,8 @@ def test_an_option_without_effect_is_named(recipe, given, words):
         ("dr_grpo", {"aggregate_length": 4}),
         ("rloo", {"aggregate": "seq-mean-token-sum-norm", "aggregate_length": 4}),
         ("grpo", {"loss": "mine.py:loss", "clip_low": 0.1}),
+        ("grpo", {"loss": "mine.py:loss", "clip_low": 0.1, "off_policy": "tis"}),
+        ("grpo", {"advantage": "mine.py:advantage", "dynamic_sampling": 2, "overlong": 0.2}),
         ("dapo", {"off_policy": "a3po", "off_policy_high": 5.0, "clip_high": 0.3}),
         ("ppo", {"gamma": 0.9, "gae_lambda": 0.9, "kl_coef": 0.1, "kl": "k3"}),
         ("sft", {"lr": 1.0, "steps": 3}),
@@ -90,6 +95,15 @@ def test_an_option_without_effect_is_named(recipe, given, words):
 )
 def test_options_with_effect_pass(recipe, given):
     assert unused(recipe, given) == []
+
+
+def test_what_a_recipe_has_gives_way_where_it_would_have_no_effect():
+    assert resolve("dapo", {})["dynamic_sampling"] == 10
+    found = resolve("dapo", {"advantage": "none", "distill_coef": 1.0})
+    assert (found["dynamic_sampling"], found["overlong"]) == (0, 0.0)
+    assert resolve("gspo", {"loss": "pg"})["clip_low"] == BASE["clip_low"]
+    assert resolve("reinforce++", {})["kl_in"] == "loss"
+    assert resolve("reinforce++", {"kl_coef": 0.1})["kl_in"] == "reward"
 
 
 def test_columns_are_read_only_where_they_are_needed():

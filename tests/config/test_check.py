@@ -106,8 +106,26 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
             "train.clip_high: is not used by off_policy tis, only by none, a3po",
         ),
         (
-            ["train.advantage=none", "train.dynamic_sampling=3"],
-            "train.dynamic_sampling: has no effect with advantage none, which compares no responses of a group",
+            ["train.advantage=reinforce++", "train.dynamic_sampling=3"],
+            "train.dynamic_sampling: is not used by advantage reinforce++, only by dr_grpo, grpo, maxrl",
+        ),
+        (["train.advantage=none"], "train.advantage: none trains nothing by itself: give distill_coef"),
+        (
+            ["train={advantage: none, kl_coef: 0.1, kl_in: reward}"],
+            "train.kl_in: reward has no effect with advantage none, which reads no reward: use `kl_in: loss`",
+        ),
+        (["train.filters={policy: []}"], "train.filters.policy: has no effect while it names no filter"),
+        (
+            ["train={kl_coef: 0.1, kl_in: reward, filters: {kl: [finished]}}"],
+            "train.filters.kl: has no effect with kl_in reward, which is no part of the loss",
+        ),
+        (
+            ["train={off_policy: reject, off_policy_metric: k1}"],
+            "train.off_policy_metric: k1 has either sign: give off_policy_low, for example -2",
+        ),
+        (
+            ["train={off_policy: tis, off_policy_low: -0.5}"],
+            "train.off_policy_low: -0.5: only the metric k1 falls below 0",
         ),
         (["data.size=10", "eval.rows=10"], "eval.rows: 10 held-out prompts of data.size 10 leave none to train on"),
         (
@@ -122,7 +140,7 @@ NEW = "model={config: {model_type: llama}, tokenizer: characters}"
         (["train.algorithm=opd", "teacher={}"], "teacher.path: is missing: folder in Hugging Face format, with the "),
         (
             ["train={algorithm: opd, dynamic_sampling: 2}", "teacher.path=large"],
-            "train.dynamic_sampling: has no effect with advantage none, which compares no responses of a group",
+            "train.dynamic_sampling: is not used by advantage none, only by dr_grpo, grpo, maxrl",
         ),
         (
             ["train={algorithm: opd, advantage: rloo, group_size: 1}", "teacher.path=large"],

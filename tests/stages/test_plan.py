@@ -48,7 +48,7 @@ def test_what_it_waits_for_anyway_is_not_fetched_again():
     ("train", "name", "column", "readers"),
     [
         ({"kl_coef": 0.1}, "reference", "ref_logprobs", {"train"}),
-        ({"kl_coef": 0.1, "kl_in": "reward"}, "reference", "ref_logprobs", {"advantage"}),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, "reference", "ref_logprobs", {"advantage", "train"}),
         ({"algorithm": "opd"}, "teacher", "teacher_logprobs", {"advantage", "train"}),
         ({"distill_coef": 0.5}, "teacher", "teacher_logprobs", {"advantage", "train"}),
     ],

@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from asyncflow import Flow
@@ -34,6 +35,7 @@ def test_a_recipe_trains(pipeline, recipe, more):
     summary = Flow.from_yaml(path).start().wait(300)
     assert [step["step"] for step in steps(summary.folder)] == [1, 2]
     assert all(step["grad_norm"] > 0 for step in steps(summary.folder))
+    assert all(("reference_kl" in step) == ("kl_coef" in more) for step in steps(summary.folder))
     assert all(("off_policy_rejected_share" in step) == ("off_policy" in more) for step in steps(summary.folder))
 
 
@@ -80,6 +82,52 @@ def test_a_run_whose_groups_never_have_a_signal_ends_and_says_how_many_had_none(
     path = pipeline(**SHORT, train={"steps": 2, "dynamic_sampling": 3}, reward={"fn": "same.py:same"})
     with pytest.raises(DataError, match=r"step 1 cannot be filled: 12 prompts .*no_signal: 48"):
         Flow.from_yaml(path).start().wait(300)
+
+
+LEARNT = """
+calls = 0
+
+
+def learnt(response):
+    global calls
+    calls += 1
+    return 1.0 if calls > 40 else float(len(set(response))) + calls / 1000
+"""
+
+
+def test_a_late_step_is_given_up_as_soon_as_the_first(pipeline, tmp_path):
+    (tmp_path / "learnt.py").write_text(LEARNT)
+    path = pipeline(**SHORT, train={"steps": 9, "dynamic_sampling": 2}, reward={"fn": "learnt.py:learnt"})
+    with pytest.raises(DataError, match=r"step 3 cannot be filled: (8|9|10|11) prompts"):
+        Flow.from_yaml(path).start().wait(300)
+
+
+LATE_DROPS = """
+import numpy as np
+from asyncflow.stage import Drop, Part, stage
+
+
+@stage(reads=["advantage", "group_id"], writes={"extra": "int64"})
+def picks(batch):
+    groups = batch["group_id"].array
+    gone = groups % 3 == 2
+    if gone.any():
+        yield Drop(np.flatnonzero(gone), "picked out")
+    if not gone.all():
+        yield Part(np.flatnonzero(~gone), {"extra": groups[~gone]})
+"""
+
+
+@pytest.mark.parametrize("more", [["mode=async", "run_ahead=1"], ["mode=separated"]], ids=str)
+def test_groups_that_leave_after_they_were_scored_hold_nothing_up(pipeline, tmp_path, more):
+    (tmp_path / "late_drops.py").write_text(LATE_DROPS)
+    stages = [{"fn": "late_drops.py:picks"}]
+    path = pipeline(**SHORT, train={"steps": 5}, stages=stages, output={"samples_every": 1})
+    summary = Flow.from_yaml(path, *more).start().wait(200)
+    files = [pq.read_table(file).num_rows for file in sorted((summary.folder / "samples").glob("*.parquet"))]
+    assert files == [16] * 5
+    ledger = json.loads((summary.folder / "summary.json").read_text())["ledger"]
+    assert (ledger["done"], set(ledger["dropped"])) == (80, {"picked out"})
 
 
 def test_advantage_and_loss_may_be_the_users_own(pipeline, tmp_path):

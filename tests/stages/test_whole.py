@@ -8,7 +8,7 @@ import pytest
 from asyncflow.algorithms.aggregate import Denominators
 from asyncflow.algorithms.loss import policy_loss
 from asyncflow.algorithms.options import resolve
-from asyncflow.stages.gradient import Counted, Spread, divided, whitened
+from asyncflow.stages.whole import Counted, Measured, whitened, with_denominators
 from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
 
@@ -33,7 +33,7 @@ def test_advantages_are_whitened_over_the_trained_tokens_of_all_ranks():
     assert alone.values[3] == 0
     assert alone.lengths.tolist() == [2, 0, 3]
     every = np.array([1, 2, 3, 6, 4, 8], float)
-    together = whitened(rows([1, 2, 3, 99, 6]), beside(Spread(2, 12.0, 8.0)))["advantage"]
+    together = whitened(rows([1, 2, 3, 99, 6]), beside(Measured(2, 12.0, 8.0)))["advantage"]
     assert together.values[[0, 1, 2, 4]] == pytest.approx(((every - 4) / (every.std(ddof=1) + 1e-6))[:4], rel=1e-5)
 
 
@@ -42,6 +42,6 @@ def test_each_part_of_the_loss_is_divided_by_the_rows_that_it_has():
     options = resolve("grpo", {"filters": filters, "entropy_coef": 0.1})
     loss = policy_loss(options, Denominators(1, 1), max_response_tokens=8)
     other = Counted((10, 3), {"policy": (7, 2), "entropy": (0, 0)})
-    found = divided(rows([1, -1, 1, 1, 1]), loss, beside(other))
+    found = with_denominators(rows([1, -1, 1, 1, 1]), loss, beside(other))
     assert found.denominators == Denominators(14, 5)
     assert found.filtered == {"policy": Denominators(9, 3), "entropy": Denominators(3, 2)}

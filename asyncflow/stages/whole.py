@@ -20,7 +20,7 @@ from asyncflow.storage import Batch
 from asyncflow.storage.batch import Column
 
 
-class Spread(msgspec.Struct):
+class Measured(msgspec.Struct):
     """Moments of what a rank has, as it tells them to the others."""
 
     count: int
@@ -28,12 +28,12 @@ class Spread(msgspec.Struct):
     squares: float
 
     @classmethod
-    def of(cls, found: Moments) -> "Spread":
+    def of(cls, found: Moments) -> "Measured":
         """Make the message."""
         return cls(found.count, found.total, found.squares)
 
     @staticmethod
-    def sum(said: Iterable["Spread"]) -> Moments:
+    def sum(said: Iterable["Measured"]) -> Moments:
         """Return the moments of all ranks together."""
         return sum((Moments(each.count, each.total, each.squares) for each in said), Moments())
 
@@ -51,12 +51,12 @@ def whitened(rows: Batch, trainer: Trainer) -> Batch:
     assert advantage.offsets is not None
     # One long row: whitening knows no rows.
     values, trained = (torch.from_numpy(each.values.copy())[None] for each in (advantage, mask))
-    step = Spread.sum(trainer.exchange(Spread.of(moments(values, trained))))
+    step = Measured.sum(trainer.exchange(Measured.of(moments(values, trained))))
     made = whiten(values, trained, step)[0].numpy().astype(np.float32)
     return rows.with_columns({"advantage": Column.ragged(made, advantage.offsets, "list<float32>")})
 
 
-def divided(rows: Batch, loss: PolicyLoss, trainer: Trainer) -> PolicyLoss:
+def with_denominators(rows: Batch, loss: PolicyLoss, trainer: Trainer) -> PolicyLoss:
     """Return the loss with what its parts are divided by, over all ranks."""
     mask, columns = _padded(rows["response_mask"]), _columns(rows)
     parts = {part: denominators(loss.counts(part, mask, columns)) for part in loss.filters}
