@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncflow.config.check import Problem
 from asyncflow.config.document import Route, dotted
 from asyncflow.config.fields import Section
 from asyncflow.config.model import Pipeline
 from asyncflow.config.names import foreign, nearest
+from asyncflow.config.problem import Problem
 
 
 def problems(error: ValidationError) -> list[Problem]:

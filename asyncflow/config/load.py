@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from asyncflow.config import explain
-from asyncflow.config.check import Problem, check
+from asyncflow.config.check import check
 from asyncflow.config.document import Document, Fault, Place, Route, dotted, parse
 from asyncflow.config.fields import Section
 from asyncflow.config.importing import anchor, missing
 from asyncflow.config.model import Pipeline
+from asyncflow.config.problem import Problem
 from asyncflow.config.sources import FILE_SCHEMES, scheme
 from asyncflow.errors import ConfigError
 
